@@ -1,0 +1,84 @@
+# Every target does its own set-up in .venv. `make help` lists them.
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-builtin-rules
+
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMPS := $(VENV)/.specprefill
+# Extra arguments for pytest: make test PYTEST_ARGS="-k rope -x"
+PYTEST_ARGS ?=
+# The interpreter for the peer's environment, which is not ours.
+PEER_PYTHON ?= python3.11
+# The set-up that all the goals together want: with make -j, nothing runs in .venv while pip still changes it.
+READY := $(STAMPS)/$(if $(filter setup lint format,$(MAKECMDGOALS)),dev,$(if $(filter test,$(MAKECMDGOALS)),test,base))
+
+.PHONY: help setup demo test lint format bench peer clean distclean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+setup: $(READY)  ## make .venv with everything that tests, lint and scripts need
+
+demo: $(READY)  ## a real Llama answers a question about a long text, read whole and read sparsely
+	@$(PY) scripts/generate.py --main smollm2-135m-deep4 --speculator smollm2-135m --keep-rate 0.15 --compare --file examples/ferry-house.txt --question "What is the code for the cellar door?"
+
+test: $(READY)  ## run the tests (PYTEST_ARGS="-k name" to choose)
+	@$(PY) -m pytest -n auto --maxprocesses 4 $(PYTEST_ARGS)
+
+lint: $(READY)  ## ruff, format check, mypy
+	@$(PY) -m ruff check specprefill_jax scripts tests
+	@$(PY) -m ruff format --check specprefill_jax scripts tests
+	@$(PY) -m mypy
+
+format: $(READY)  ## let ruff mend and format the code
+	@$(PY) -m ruff check --fix specprefill_jax scripts tests
+	@$(PY) -m ruff format specprefill_jax scripts tests
+
+bench: $(READY)  ## prefill rates and times to first token on this machine, into benchmarks/
+	@$(PY) scripts/bench_prefill.py
+	@$(PY) scripts/bench_ttft.py
+
+peer: build/peer/.stamp  ## make build/peer, the environment of the side-by-side benchmark (transformers and torch, CPU)
+
+clean:  ## remove caches and build products; .venv stays
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find specprefill_jax scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean  ## remove .venv too
+	@rm -rf $(VENV)
+
+# Set-up. A stamp for each set of packages, each after the one before, so that no two pips meet in one environment (make -j).
+# A .venv made by other means is taken as it is, and completed.
+# (pipefail by hand as well: make 3.81, which macOS has, does not know .SHELLFLAGS.)
+install = set -o pipefail; $(1) -m pip install $(2) 2>&1 | awk -f scripts/pip_progress.awk
+
+$(PY):
+	@python=$$(scripts/find_python.sh) && \
+	echo "Making $(VENV) with $$("$$python" --version) ($$python)." && \
+	"$$python" -m venv --clear $(VENV)
+
+$(STAMPS)/base: pyproject.toml | $(PY)
+	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || { echo "$(VENV) holds a Python older than 3.12: make distclean, then again." >&2; exit 1; }
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip >/dev/null
+	@echo "Installing specprefill_jax and what it needs into $(VENV)."
+	@$(call install,$(PY),--editable .)
+	@mkdir -p $(@D) && touch $@
+
+$(STAMPS)/test: $(STAMPS)/base
+	@echo "Installing what the tests need."
+	@$(call install,$(PY),--editable '.[test]')
+	@touch $@
+
+$(STAMPS)/dev: $(STAMPS)/test
+	@echo "Installing what lint needs."
+	@$(call install,$(PY),--editable '.[dev]')
+	@touch $@
+
+build/peer/.stamp:
+	@echo "Making build/peer with $(PEER_PYTHON): torch 2.13.0 and transformers. This is a large download."
+	@$(PEER_PYTHON) -m venv --clear build/peer
+	@$(call install,build/peer/bin/python,'torch==2.13.0' transformers numpy)
+	@touch $@

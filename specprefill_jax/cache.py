@@ -1,0 +1,47 @@
+"""The KV cache: keys, values and the position of every slot."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from specprefill_jax.models.config import LlamaConfig
+
+MIN_CAPACITY = 256
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of a batch of prompts, compact: slot s holds the s-th token that was prefilled or decoded.
+
+    Slots count what is stored; `positions` says where each token stood in its prompt (they differ after a sparse
+    prefill). How many slots of a row are filled is the caller's to know and passed to every program that needs it.
+    The layout lets a layer be updated in place and its heads be sharded without moving data.
+    """
+
+    k: jax.Array
+    """[L, B, K, S, H] keys, after RoPE."""
+    v: jax.Array
+    """[L, B, K, S, H] values."""
+    positions: jax.Array
+    """[B, S] int32, position in the prompt of the token in each slot."""
+
+    @property
+    def capacity(self) -> int:
+        """S, the number of slots a row has."""
+        return self.k.shape[3]
+
+
+def capacity_for(tokens: int) -> int:
+    """Slots to allocate for `tokens`: the next power of two, so that few shapes are ever compiled."""
+    return max(MIN_CAPACITY, 1 << (tokens - 1).bit_length())
+
+
+def make_cache(config: LlamaConfig, batch: int, capacity: int, dtype: jnp.dtype) -> KVCache:
+    """An empty cache of `capacity` slots (zeros, positions 0).
+
+    Zeros matter: a masked slot contributes probability 0 times its value, so the value must be finite.
+    """
+    shape = (config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim)
+    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((batch, capacity), jnp.int32))

@@ -1,0 +1,113 @@
+"""Decoding with two counters: the position in the prompt and the slot in the cache.
+
+After a sparse prefill of n of M tokens the first new token stands at position M but goes to slot n; both advance by one
+a token. A dense prefill is the case n = M, and the compiled programs are the same.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from specprefill_jax.models.loaded import LoadedLlama, Step, Weights
+from specprefill_jax.sampling import SamplingArrays, mark_seen, sample, token_logprobs
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one generated token, by the model itself, before any sampling stage."""
+
+    token: float
+    """Of the generated token."""
+    top: dict[int, float]
+    """Of the likeliest tokens, by id, best first."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One generated token."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Next:
+    """What choosing a token leaves on the device."""
+
+    token: jax.Array
+    position: jax.Array
+    slot: jax.Array
+    seen: jax.Array | None
+    logprobs: tuple[jax.Array, jax.Array, jax.Array] | None
+
+
+class Decoder:
+    """The decode loop of one model."""
+
+    def __init__(self, model: LoadedLlama):
+        self.model = model
+        self._choose = jax.jit(self._choose_fn, static_argnames="top_n", donate_argnames="seen")
+
+    def tokens(
+        self,
+        step: Step,
+        position: jax.Array,
+        slot: jax.Array,
+        settings: SamplingArrays,
+        seen: jax.Array | None,
+        *,
+        max_tokens: int,
+        logprobs: int | None,
+    ) -> Iterator[Decoded]:
+        """Yield up to `max_tokens` tokens; the cache in `step` is consumed as they are asked for.
+
+        Args:
+            step: the prefill's result, one row.
+            position: [1] int32, position of the first new token (M).
+            slot: [1] int32, cache slot of the first new token (tokens prefilled).
+            settings: sampling settings of the one request.
+            seen: [1, V] bool tokens for the repetition penalty, or None for none; consumed.
+            max_tokens: tokens at most; slot + max_tokens - 1 must not exceed the capacity.
+            logprobs: likeliest tokens to report with each one, or None for no log-probabilities.
+        """
+        row = jnp.zeros_like(slot)
+        cache, hidden = step.cache, step.hidden
+        now = _Next(row, position - 1, slot - 1, seen, None)
+        for index in range(max_tokens):
+            if index:
+                done = self.model.step(now.token[:, None], now.position[:, None], cache, now.slot, row)
+                cache, hidden = done.cache, done.hidden
+            now = self._choose(
+                self.model.weights, hidden, settings, index, now.position, now.slot, now.seen, top_n=logprobs
+            )
+            yield _fetch(now)
+
+    def _choose_fn(
+        self,
+        weights: Weights,
+        hidden: jax.Array,
+        settings: SamplingArrays,
+        index: jax.Array,
+        position: jax.Array,
+        slot: jax.Array,
+        seen: jax.Array | None,
+        *,
+        top_n: int | None,
+    ) -> _Next:
+        logits = self.model.logits_fn(weights, hidden)
+        token = sample(logits, settings, index, seen)
+        seen = None if seen is None else mark_seen(seen, token)
+        logprobs = None if top_n is None else token_logprobs(logits, token, top_n)
+        return _Next(token, position + 1, slot + 1, seen, logprobs)
+
+
+def _fetch(now: _Next) -> Decoded:
+    token, logprobs = jax.device_get((now.token, now.logprobs))
+    if logprobs is None:
+        return Decoded(int(token[0]), None)
+    chosen, ids, values = logprobs
+    top = {int(i): float(value) for i, value in zip(ids[0], values[0], strict=True)}
+    return Decoded(int(token[0]), TokenLogprobs(float(chosen[0]), top))

@@ -1,0 +1,1 @@
+"""Llama models: configs, weights, checkpoints, and the network itself."""

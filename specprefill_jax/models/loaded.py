@@ -1,0 +1,251 @@
+"""A Llama on its devices: its parameters and the compiled programs that run them.
+
+Modules are split from their state once. What is compiled are plain functions over flat tuples of arrays, and the
+forward pass exists in two forms that share every line of math:
+
+* scanned: layers are stacked [L, ...] and `lax.scan` runs them. One program holds the whole model, compiles in about a
+  second however deep it is, and costs the host nothing per layer. For accelerators.
+* layerwise: each layer keeps its own arrays and one compiled layer is called L times. For CPUs, where XLA copies a
+  layer's weights out of the stack before it can multiply by them: as much memory traffic again as the weights
+  themselves.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.typing import ArrayLike
+
+from specprefill_jax.cache import KVCache, make_cache
+from specprefill_jax.errors import argument_error
+from specprefill_jax.models import attention
+from specprefill_jax.models.checkpoint import Checkpoint
+from specprefill_jax.models.config import DTYPES, LlamaConfig
+from specprefill_jax.models.llama import Block, Outer
+from specprefill_jax.models.rope import Rotation, frequencies, rotation
+
+Leaves = tuple[jax.Array, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Weights:
+    """All parameters as flat tuples: an argument of every compiled program."""
+
+    outer: Leaves
+    blocks: tuple[Leaves, ...] | Leaves
+    """Layerwise: one tuple a layer. Scanned: one tuple of stacked arrays [L, ...]."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Step:
+    """What one forward pass leaves behind."""
+
+    hidden: jax.Array
+    """[B, E] hidden state, after the last layer, of the token that was asked for in each row."""
+    queries: jax.Array | tuple[jax.Array, ...]
+    """L arrays [B, N, H], or one stacked [L, B, N, H]: that token's queries, after RoPE, as attention used them."""
+    cache: KVCache
+
+
+class LoadedLlama:
+    """A Llama ready to run; built by `load`."""
+
+    def __init__(self, config: LlamaConfig, dtype: jnp.dtype, weights: Weights, *, layerwise: bool):
+        self.config = config
+        self.dtype = dtype
+        self.weights = weights
+        self.layerwise = layerwise
+        self._one_layer = False
+        self._inv_freq, self._rope_scaling = frequencies(config.rope, config.head_dim)
+        self._outer_def, self._outer_tree = _abstract(Outer, config, dtype)
+        self._block_def, self._block_tree = _abstract(Block, config, dtype)
+        self._layers = [jnp.int32(i) for i in range(config.num_layers)]
+        self._begin = jax.jit(self._begin_fn, donate_argnames="cache")
+        self._block = jax.jit(self._block_fn, donate_argnames=("x", "cache"))
+        self._take = jax.jit(_take_row)
+        self._scanned = jax.jit(self.run, donate_argnames="cache")
+        self.logits: Callable[[Weights, jax.Array], jax.Array] = jax.jit(self.logits_fn)
+        """Compiled `logits_fn`."""
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache in this model's dtype."""
+        return make_cache(self.config, batch, capacity, self.dtype)
+
+    def step(self, tokens: ArrayLike, positions: ArrayLike, cache: KVCache, start: ArrayLike, row: ArrayLike) -> Step:
+        """Run one forward pass from the host; the cache is consumed (donated) and comes back in the result.
+
+        Args:
+            tokens: [B, T] int32 token ids.
+            positions: [B, T] int32 positions in the prompt.
+            cache: where keys and values go; slots below `start` are attended to.
+            start: [B] int32, slot of each row's first token; start + T must not exceed the capacity.
+            row: [B] int32 in 0..T-1, the token of each row whose hidden state and queries are returned.
+        """
+        if not self.layerwise:
+            return self._scanned(self.weights, tokens, positions, cache, start, row)
+        if self._one_layer:
+            weights = Weights(self.weights.outer, self.weights.blocks[:1])
+            step = self.run(weights, tokens, positions, cache, start, row)
+            return dataclasses.replace(step, queries=step.queries * self.config.num_layers)
+        return self.run(self.weights, tokens, positions, cache, start, row)
+
+    @contextlib.contextmanager
+    def one_layer(self) -> Iterator[None]:
+        """Within it a layerwise `step` runs one layer for all: to compile every program at little of the cost.
+
+        Results have the right shapes and no meaning. A scanned model is not affected.
+        """
+        self._one_layer = True
+        try:
+            yield
+        finally:
+            self._one_layer = False
+
+    def run(
+        self,
+        weights: Weights,
+        tokens: ArrayLike,
+        positions: ArrayLike,
+        cache: KVCache,
+        start: ArrayLike,
+        row: ArrayLike,
+    ) -> Step:
+        """The forward pass as a function of its weights, for use within another compiled program; see `step`."""
+        x, by, cache = self._begin(weights.outer, tokens, positions, cache, start)
+        if self.layerwise:
+            queries = []
+            for layer, leaves in zip(self._layers, weights.blocks, strict=False):
+                x, cache, q = self._block(leaves, x, by, cache, layer, start, row)
+                queries.append(q)
+            return Step(self._take(x, row), tuple(queries), cache)
+
+        def body(carry: tuple[jax.Array, KVCache], xs: Any) -> tuple[tuple[jax.Array, KVCache], jax.Array]:
+            x, cache, q = self._block(xs[0], carry[0], by, carry[1], xs[1], start, row)
+            return (x, cache), q
+
+        layers = jnp.arange(self.config.num_layers)
+        (x, cache), stacked = lax.scan(body, (x, cache), (weights.blocks, layers))
+        return Step(self._take(x, row), stacked, cache)
+
+    def logits_fn(self, weights: Weights, hidden: jax.Array) -> jax.Array:
+        """Next-token logits, float32 [B, V], of hidden states [B, E]."""
+        return _merge(self._outer_def, self._outer_tree, weights.outer).logits(hidden)
+
+    def _begin_fn(
+        self, outer: Leaves, tokens: jax.Array, positions: jax.Array, cache: KVCache, start: jax.Array
+    ) -> tuple[jax.Array, Rotation, KVCache]:
+        x = _merge(self._outer_def, self._outer_tree, outer).embedding(tokens)
+        stored = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, axis=0))
+        cache = KVCache(cache.k, cache.v, stored(cache.positions, positions, start))
+        return x, rotation(positions, self._inv_freq, self._rope_scaling), cache
+
+    def _block_fn(
+        self,
+        leaves: Leaves,
+        x: jax.Array,
+        by: Rotation,
+        cache: KVCache,
+        layer: jax.Array,
+        start: jax.Array,
+        row: jax.Array,
+    ) -> tuple[jax.Array, KVCache, jax.Array]:
+        block = _merge(self._block_def, self._block_tree, leaves)
+        seen: list = []
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            written = attention.write(cache, layer, start, k, v)
+            seen.extend((written, _take_row(q, row)))
+            return attention.attend(q, written, layer, start)
+
+        x = block(x, by, attend)
+        return x, seen[0], seen[1]
+
+
+def load(
+    checkpoint: Checkpoint,
+    dtype: str,
+    *,
+    num_layers: int | None = None,
+    layerwise: bool | None = None,
+    report: Callable[[int, int], None] | None = None,
+) -> LoadedLlama:
+    """Read a checkpoint's parameters onto the default device.
+
+    Args:
+        checkpoint: an opened checkpoint.
+        dtype: float32, bfloat16 or float16: of parameters, cache and activations.
+        num_layers: use only the first so many layers (all of them when None).
+        layerwise: the form of the forward pass (see the module); by default layerwise on CPUs, scanned elsewhere.
+        report: called with (layers read, layers in all) as loading goes on.
+    """
+    if dtype not in DTYPES:
+        raise argument_error("dtype", dtype, f"one of {', '.join(DTYPES)}")
+    config = checkpoint.config
+    if num_layers is not None:
+        if not 1 <= num_layers <= config.num_layers:
+            raise argument_error("num_layers", num_layers, f"from 1 to the checkpoint's {config.num_layers}")
+        config = dataclasses.replace(config, num_layers=num_layers)
+    if layerwise is None:
+        layerwise = jax.default_backend() == "cpu"
+    kind = jnp.dtype(dtype)
+    outer = _leaves(Outer, config, kind, checkpoint.outer(), kind)
+
+    def layers() -> Iterator[Leaves]:
+        for i in range(config.num_layers):
+            yield _leaves(Block, config, kind, checkpoint.layer(i), kind)
+            if report is not None:
+                report(i + 1, config.num_layers)
+
+    blocks: tuple[Leaves, ...] | Leaves = tuple(layers()) if layerwise else _stack(layers(), config.num_layers)
+    return LoadedLlama(config, kind, Weights(outer, blocks), layerwise=layerwise)
+
+
+def _take_row(x: jax.Array, row: jax.Array) -> jax.Array:
+    """[B, T, ...] -> [B, ...], the entry row[b] of each b."""
+    return jax.vmap(lambda xb, r: lax.dynamic_index_in_dim(xb, r, keepdims=False))(x, row)
+
+
+def _abstract(kind: type[nnx.Module], config: LlamaConfig, dtype: jnp.dtype) -> tuple:
+    """The module's structure without any array: its graph definition and the tree its flat leaves belong to."""
+    module = nnx.eval_shape(lambda: kind(config, dtype, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(module)
+    return graphdef, jax.tree.structure(state)
+
+
+def _merge(graphdef: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, leaves: Leaves) -> nnx.Module:
+    return nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
+
+
+def _leaves(
+    kind: type[nnx.Module], config: LlamaConfig, dtype: jnp.dtype, arrays: dict[str, np.ndarray], to: jnp.dtype
+) -> Leaves:
+    """Arrays by name -> the module's flat leaves in its own order, cast and on the device."""
+    state = nnx.state(nnx.eval_shape(lambda: kind(config, dtype, rngs=nnx.Rngs(0))))
+    paths = [path for path, _ in nnx.to_flat_state(state)]
+    return tuple(jnp.asarray(arrays[path[-1]], to) for path in paths)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _set_layer(stack: Leaves, layer: jax.Array, leaves: Leaves) -> Leaves:
+    return tuple(lax.dynamic_update_index_in_dim(s, x, layer, 0) for s, x in zip(stack, leaves, strict=True))
+
+
+def _stack(layers: Iterator[Leaves], count: int) -> Leaves:
+    """Stream layers into stacked buffers, so that at most one layer is held twice."""
+    stack: Leaves | None = None
+    for i, leaves in enumerate(layers):
+        if stack is None:
+            stack = tuple(jnp.zeros((count, *x.shape), x.dtype) for x in leaves)
+        stack = _set_layer(stack, jnp.int32(i), leaves)
+    assert stack is not None
+    return stack

@@ -1,0 +1,473 @@
+"""The way of a prompt: speculate, score, choose, prefill what was kept, decode."""
+
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specprefill_jax import costs
+from specprefill_jax.cache import capacity_for
+from specprefill_jax.compilation import use_compilation_cache
+from specprefill_jax.config import SamplingParams, SpecPrefillConfig
+from specprefill_jax.decode import Decoder, TokenLogprobs
+from specprefill_jax.errors import ArgumentError, SpecPrefillError, argument_error
+from specprefill_jax.importance import chunk_scores, token_importance
+from specprefill_jax.models.checkpoint import open_checkpoint
+from specprefill_jax.models.loaded import LoadedLlama, Step, load
+from specprefill_jax.prefill import DEFAULT_CHUNK, bucket, padded, prefill
+from specprefill_jax.sampling import sampling_arrays, seen_tokens
+from specprefill_jax.selection import Plan, Reason, Selection, choose, gather, plan
+from specprefill_jax.speculator import MAX_EOS_IDS, Speculator
+from specprefill_jax.timing import PhaseClock, Timings
+from specprefill_jax.tokens import StreamDecoder, Tokenizer, same_tokenizer
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""Text, chat messages, or token ids."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """A finished generation."""
+
+    text: str
+    """The answer; without stop strings and special tokens. Empty for a model without a tokenizer."""
+    token_ids: list[int]
+    """Every generated token, the one that ended the answer included."""
+    finish_reason: str
+    """"stop": an end of sequence, stop id or stop string; "length": max_tokens or the context limit."""
+    selection: Selection
+    timings: Timings
+    logprobs: list[TokenLogprobs] | None
+    """One entry a token, where they were asked for."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A step of a stream: the text that became certain with one token."""
+
+    text: str
+    token_id: int | None
+    """None in the closing piece."""
+    output: Output | None
+    """The whole result, in the closing piece only."""
+
+
+class SpecPrefill:
+    """A main model and its speculator.
+
+    One prompt at a time; not safe to share between threads. Nothing is kept between prompts but compiled programs.
+    """
+
+    def __init__(
+        self,
+        main: LoadedLlama,
+        speculator: LoadedLlama,
+        tokenizer: Tokenizer | None,
+        *,
+        prefill_chunk: int = DEFAULT_CHUNK,
+        default_look_ahead: int = 8,
+        machine: costs.Machine | None = None,
+    ):
+        """Combine two loaded models that share a vocabulary; see `from_pretrained` for the usual way."""
+        self.main = main
+        self.tokenizer = tokenizer
+        self.prefill_chunk = prefill_chunk
+        self.default_look_ahead = default_look_ahead
+        self.machine = machine or costs.default_machine(jax.default_backend())
+        self.speculator = Speculator(speculator, prefill_chunk)
+        self._decoder = Decoder(main)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        main: str | os.PathLike[str],
+        speculator: str | os.PathLike[str],
+        dtype: str = "bfloat16",
+        mesh: None = None,
+        *,
+        speculator_layers: int | None = None,
+        prefill_chunk: int | None = None,
+    ) -> Self:
+        """Load a pair of models.
+
+        Args:
+            main: the model that answers: a folder in Hugging Face layout, a .gguf file, a built-in name or a Hub id.
+            speculator: the small model that chooses; the same tokenizer, or the same model.
+            dtype: float32, bfloat16 or float16.
+            mesh: None, the default device; meshes are not supported yet.
+            speculator_layers: use only the speculator's first so many layers; it then scores with the prompt's last
+                token alone unless a config asks for a look-ahead.
+            prefill_chunk: tokens a forward pass reads at most (default 2,048).
+
+        Raises:
+            ArgumentError: a bad argument.
+            CheckpointError: a model that is missing, damaged or not a Llama.
+            TokenizerError: the two models' tokenizers differ.
+        """
+        if mesh is not None:
+            raise argument_error("mesh", mesh, "None (the default device): meshes are not supported yet")
+        chunk = DEFAULT_CHUNK if prefill_chunk is None else prefill_chunk
+        if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+            raise argument_error("prefill_chunk", prefill_chunk, "None or an integer of at least 1")
+        opened = open_checkpoint(main)
+        shared = os.fspath(main) == os.fspath(speculator)
+        draft = opened if shared else open_checkpoint(speculator)
+        layers = draft.config.num_layers
+        if speculator_layers is not None and (
+            isinstance(speculator_layers, bool)
+            or not isinstance(speculator_layers, int)
+            or not 1 <= speculator_layers <= layers
+        ):
+            raise argument_error("speculator_layers", speculator_layers, f"None or from 1 to the speculator's {layers}")
+        tokenizer = opened.tokenizer()
+        if not shared:
+            same_tokenizer(tokenizer, draft.tokenizer(), opened.config.vocab_size, draft.config.vocab_size)
+        use_compilation_cache()
+        main_model = load(opened, dtype)
+        whole = shared and speculator_layers in (None, layers)
+        draft_model = main_model if whole else load(draft, dtype, num_layers=speculator_layers)
+        default_look_ahead = 8 if speculator_layers in (None, layers) else 1
+        return cls(main_model, draft_model, tokenizer, prefill_chunk=chunk, default_look_ahead=default_look_ahead)
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """The main model's context: kept tokens keep their positions, so dropping some makes no room."""
+        return self.main.config.max_position_embeddings
+
+    def encode(self, prompt: Prompt) -> np.ndarray:
+        """Token ids of a prompt, int32 [M], checked against the vocabulary and the context.
+
+        Raises:
+            ArgumentError: an empty prompt, an id outside the vocabulary, or a prompt longer than the context.
+        """
+        if isinstance(prompt, str):
+            ids: Sequence[int] = self._tokenizer("prompt").encode(prompt)
+        elif len(prompt) and isinstance(prompt[0], Mapping):
+            ids = self._tokenizer("prompt").encode_chat(prompt)  # type: ignore[arg-type]
+        else:
+            ids = prompt  # type: ignore[assignment]
+        return self._checked(ids)
+
+    def select(self, prompt: Prompt, config: SpecPrefillConfig | None = None) -> Selection:
+        """Choose which tokens of a prompt the main model should read.
+
+        Raises:
+            ArgumentError: see `encode`; or settings that do not fit the prompt.
+            SpecPrefillError: in paper mode, a speculator that failed.
+        """
+        config = config or SpecPrefillConfig()
+        ids = self.encode(prompt)
+        selection = self._select(ids, config, None)
+        try:
+            selection.check()
+        except SpecPrefillError as error:
+            if config.mode == "paper":
+                raise
+            return self._failed(ids, config, error)
+        return selection
+
+    def prefill(self, prompt: Prompt, selection: Selection) -> np.ndarray:
+        """Float32 logits [V] after the last kept token of a prompt."""
+        ids = self.encode(prompt)
+        if selection.num_tokens != len(ids):
+            raise argument_error("selection", selection, f"a selection of this prompt, of {len(ids)} tokens")
+        step, _ = self._main_prefill(ids, selection, 0)
+        return np.asarray(self.main.logits(self.main.weights, step.hidden)[0])
+
+    def generate(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, config: SpecPrefillConfig | None = None
+    ) -> Output:
+        """Answer a prompt; see `stream` for the errors."""
+        output = None
+        for piece in self.stream(prompt, sampling, config):
+            output = piece.output
+        assert output is not None
+        return output
+
+    def stream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, config: SpecPrefillConfig | None = None
+    ) -> Iterator[Piece]:
+        """Answer a prompt piece by piece: one piece a token, never half a character, then a closing one.
+
+        The prompt is checked and tokenised at once, before the first piece is asked for.
+
+        Raises:
+            ArgumentError: a bad prompt, or settings that do not fit it.
+            SpecPrefillError: in paper mode, a speculator that failed (product mode reads the prompt whole and says so).
+        """
+        clock = PhaseClock()
+        sampling = sampling or SamplingParams()
+        config = config or SpecPrefillConfig()
+        ids = self.encode(prompt)
+        if len(ids) >= self.max_prompt_tokens:
+            allowed = f"shorter than the context of {self.max_prompt_tokens} tokens, to leave room for an answer"
+            raise ArgumentError(f"prompt of {len(ids)} tokens is not allowed: prompt must be {allowed}")
+        if sampling.stop:
+            self._tokenizer("stop")
+        clock.count("tokenise", len(ids))
+        return self._stream(ids, sampling, config, clock)
+
+    def warm_up(
+        self, num_tokens: int, config: SpecPrefillConfig | None = None, sampling: SamplingParams | None = None
+    ) -> None:
+        """Compile what a prompt of `num_tokens` tokens needs, whole and sparse, without doing all of its work."""
+        config = config or SpecPrefillConfig()
+        sampling = sampling or SamplingParams(max_tokens=2)
+        ids = np.zeros(num_tokens, np.int32)
+        self._checked(ids)
+        with self.main.one_layer(), self.speculator.model.one_layer():
+            for whole in (True, False):
+                settings = SpecPrefillConfig(enabled=False) if whole else config
+                for _, _ in zip(self._stream(ids, sampling, settings, PhaseClock()), range(3), strict=False):
+                    pass
+
+    def _stream(
+        self, ids: np.ndarray, sampling: SamplingParams, config: SpecPrefillConfig, clock: PhaseClock
+    ) -> Iterator[Piece]:
+        limit = min(sampling.max_tokens, self.max_prompt_tokens - len(ids))
+        ends = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            ends.update(self._eos_token_ids(config))
+        text = StreamDecoder(self.tokenizer, sampling.stop) if self.tokenizer else None
+        settings = sampling_arrays(
+            [sampling.temperature],
+            [sampling.top_k],
+            [sampling.top_p],
+            [sampling.min_p],
+            [sampling.repetition_penalty],
+            [secrets.randbits(32) if sampling.seed is None else sampling.seed],
+        )
+        selection, step, slot = self._read(ids, config, limit, clock)
+        seen = None
+        if sampling.repetition_penalty != 1.0:
+            seen = seen_tokens(jnp.asarray(ids)[None], jnp.full((1,), len(ids)), self.main.config.vocab_size)
+        position = jnp.full((1,), len(ids), jnp.int32)
+        decoded = self._decoder.tokens(
+            step, position, slot, settings, seen, max_tokens=limit, logprobs=sampling.logprobs
+        )
+        del step  # its cache is consumed by the first decode step
+        parts: list[str] = []
+        tokens: list[int] = []
+        logprobs: list[TokenLogprobs] = []
+        reason = "length"
+        for token in decoded:
+            clock.phase("decode", tokens=1 if tokens else 0)
+            if not tokens:
+                clock.count("first_token", 1)
+            tokens.append(token.token_id)
+            if token.logprobs is not None:
+                logprobs.append(token.logprobs)
+            piece = text.push(token.token_id) if text is not None else ""
+            parts.append(piece)
+            stopped = token.token_id in ends or (text is not None and text.stopped)
+            yield Piece(piece, token.token_id, None)
+            if stopped:
+                reason = "stop"
+                break
+        closing = text.flush() if text is not None else ""
+        parts.append(closing)
+        output = Output(
+            "".join(parts),
+            tokens,
+            reason,
+            selection,
+            clock.stop(),
+            logprobs if sampling.logprobs is not None else None,
+        )
+        yield Piece(closing, None, output)
+
+    def _read(
+        self, ids: np.ndarray, config: SpecPrefillConfig, max_tokens: int, clock: PhaseClock
+    ) -> tuple[Selection, Step, jax.Array]:
+        """Select, prefill, and fall back to a dense prefill from a clean cache if the speculator fails."""
+        marks = _Marks(clock, eager=self.main.layerwise)
+        selection = self._select(ids, config, marks)
+        step, slot = self._main_prefill(ids, selection, max_tokens)
+        marks.reach(step.hidden, "first_token")
+        clock.count("main_prefill", selection.plan.max_kept_tokens)
+        marks.settle()
+        try:
+            selection.check()
+        except SpecPrefillError as error:
+            if config.mode == "paper":
+                raise
+            clock.phase("main_prefill", tokens=len(ids))
+            del step
+            selection = self._failed(ids, config, error)
+            step, slot = self._main_prefill(ids, selection, max_tokens)
+            jax.block_until_ready(step.hidden)
+            clock.phase("first_token")
+        return selection, step, slot
+
+    def _select(self, ids: np.ndarray, config: SpecPrefillConfig, marks: "_Marks | None") -> Selection:
+        """Plan on the host, then enqueue speculation, scoring and choice on the device; waits for nothing."""
+        look_ahead = config.look_ahead or self.default_look_ahead
+        planned = plan(len(ids), config, predicted_gain=partial(self._gain, len(ids), look_ahead))
+        if not planned.engaged:
+            if marks is not None:
+                marks.clock.phase("main_prefill")
+            return Selection(planned)
+        try:
+            return self._score(ids, planned, config, look_ahead, marks)
+        except Exception as error:
+            if config.mode == "paper":
+                raise SpecPrefillError(f"the speculator failed: {error}") from error
+            if marks is not None:
+                marks.clock.phase("main_prefill")
+            return self._failed(ids, config, error)
+
+    def _score(
+        self, ids: np.ndarray, planned: Plan, config: SpecPrefillConfig, look_ahead: int, marks: "_Marks | None"
+    ) -> Selection:
+        if marks is not None:
+            marks.clock.phase("speculate", tokens=len(ids))
+        if len(ids) > self.speculator.model.config.max_position_embeddings:
+            limit = self.speculator.model.config.max_position_embeddings
+            raise ArgumentError(
+                f"prompt of {len(ids)} tokens is not allowed: it must fit the speculator's context of {limit} tokens"
+            )
+        ahead = self.speculator.read(ids, look_ahead, self._eos_token_ids(config, speculator=True))
+        if marks is not None:
+            marks.reach(ahead.num_queries, "score")
+        size = bucket(len(ids))
+        length = jnp.full((1,), len(ids), jnp.int32)
+        importance = token_importance(
+            ahead.cache.k, ahead.queries, length, ahead.num_queries, size=size, pool_width=config.pool_width or 0
+        )
+        scores = chunk_scores(importance, length, chunk_size=config.chunk_size)
+        choice = choose(
+            scores[0],
+            jnp.asarray(planned.forced_mask(scores.shape[1])),
+            planned.num_chunks,
+            planned.kept_chunks,
+            planned.num_tokens,
+            chunk_size=config.chunk_size,
+            size=padded(planned.max_kept_tokens, self.prefill_chunk),
+        )
+        if marks is not None:
+            marks.reach(choice.kept_count, "main_prefill")
+        return Selection(
+            planned,
+            choice=choice,
+            chunk_scores=scores[0],
+            importance=importance[0],
+            num_queries=ahead.num_queries[0],
+            look_ahead_tokens=ahead.tokens[0],
+        )
+
+    def _main_prefill(self, ids: np.ndarray, selection: Selection, max_tokens: int) -> tuple[Step, jax.Array]:
+        """The main model's pass over the kept tokens, and how many they are [1]; enqueued, not waited for."""
+        size = selection.plan.max_kept_tokens
+        total = padded(size, self.prefill_chunk)
+        if selection.choice is None:
+            tokens = np.zeros((1, total), np.int32)
+            tokens[0, :size] = ids
+            kept = jnp.asarray(tokens)
+            positions = jnp.arange(total, dtype=jnp.int32)[None]
+            count = jnp.full((1,), size, jnp.int32)
+        else:
+            prompt = np.zeros(bucket(len(ids)), np.int32)
+            prompt[: len(ids)] = ids
+            kept, positions = _gather_row(jnp.asarray(prompt), selection.choice.kept_indices)
+            count = selection.choice.kept_count[None]
+        step = prefill(
+            self.main,
+            kept,
+            positions,
+            count,
+            size=size,
+            capacity=capacity_for(max(total, size + max_tokens)),
+            chunk=self.prefill_chunk,
+        )
+        return step, count
+
+    def _failed(self, ids: np.ndarray, config: SpecPrefillConfig, error: Exception) -> Selection:
+        detail = f"{type(error).__name__}: {error}"
+        return Selection.whole(len(ids), Reason.SPECULATOR_FAILED, chunk_size=config.chunk_size, detail=detail)
+
+    def _gain(self, num_tokens: int, look_ahead: int, kept_tokens: int) -> float:
+        main, draft = self.main, self.speculator.model
+        return costs.predict(
+            main.config,
+            draft.config,
+            num_tokens,
+            kept_tokens,
+            look_ahead,
+            self.machine,
+            main_bytes=main.dtype.itemsize,
+            speculator_bytes=draft.dtype.itemsize,
+        ).gain
+
+    def _eos_token_ids(self, config: SpecPrefillConfig, *, speculator: bool = False) -> tuple[int, ...]:
+        if config.eos_token_ids is not None:
+            ids = config.eos_token_ids
+        else:
+            ids = (self.speculator.model if speculator else self.main).config.eos_token_ids
+        if len(ids) > MAX_EOS_IDS:
+            raise argument_error("eos_token_ids", ids, f"at most {MAX_EOS_IDS} ids")
+        return ids
+
+    def _tokenizer(self, name: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ArgumentError(f"{name} as text is not allowed: the model has no tokenizer, so give token ids only")
+        return self.tokenizer
+
+    def _checked(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        vocabulary, context = self.main.config.vocab_size, self.max_prompt_tokens
+        if not len(ids):
+            raise argument_error("prompt", list(ids), "at least one token")
+        if len(ids) > context:
+            raise ArgumentError(
+                f"prompt of {len(ids)} tokens is not allowed: prompt must be at most {context} tokens, the main "
+                "model's context (dropped tokens make no room: kept ones keep their positions)"
+            )
+        checked = np.asarray(ids)
+        if checked.ndim != 1 or checked.dtype.kind not in "iu":
+            kind = "text, chat messages or a flat sequence of integer token ids"
+            raise argument_error("prompt", list(ids)[:8], kind)
+        bad = np.flatnonzero((checked < 0) | (checked >= vocabulary))
+        if bad.size:
+            where = f"prompt[{bad[0]}]"
+            raise argument_error(where, int(checked[bad[0]]), f"a token id from 0 to {vocabulary - 1}")
+        return checked.astype(np.int32)
+
+
+@dataclass
+class _Marks:
+    """Ends phases of the clock when their results are ready, without holding up what is enqueued behind them.
+
+    Where a whole pass is one program, everything is enqueued first and the results are waited for in their order. A
+    layerwise model fills the queue of the CPU's runtime, so that the host would only get to wait when all is over:
+    there each phase is waited for at once, which costs nothing, host and device being the same.
+    """
+
+    clock: PhaseClock
+    eager: bool
+
+    def __post_init__(self) -> None:
+        self._open: list[tuple[jax.Array, str]] = []
+
+    def reach(self, result: jax.Array, following: str) -> None:
+        """When `result` is ready, the clock goes over to phase `following`."""
+        self._open.append((result, following))
+        if self.eager:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for every result so far."""
+        for result, following in self._open:
+            jax.block_until_ready(result)
+            self.clock.phase(following)
+        self._open.clear()
+
+
+@jax.jit
+def _gather_row(prompt: jax.Array, kept: jax.Array) -> tuple[jax.Array, jax.Array]:
+    tokens, positions = gather(prompt, kept)
+    return tokens[None], positions[None]

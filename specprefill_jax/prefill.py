@@ -1,0 +1,108 @@
+"""Prefill in pieces: any number of tokens, at explicit positions, by few compiled programs.
+
+Sparse prefill is plain causal attention over compacted tokens: token j of the kept ones goes to slot j, while RoPE
+turns it to its original position (method of arXiv 2502.02789, section 3).
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from specprefill_jax.models.loaded import LoadedLlama, Step
+
+DEFAULT_CHUNK = 2048
+"""Tokens a forward pass reads at most, unless told otherwise: bounds the memory of activations."""
+
+
+def bucket(tokens: int) -> int:
+    """The compiled length that serves `tokens`: a multiple of 16 up to 128, from there on eight lengths an octave.
+
+    At most an eighth of a piece is padding, and a model has at most 40 lengths up to 2,048 tokens.
+    """
+    step = 1 << max(4, (tokens - 1).bit_length() - 4)
+    return -(-tokens // step) * step
+
+
+def pieces(tokens: int, chunk: int) -> list[tuple[int, int]]:
+    """(offset, length) of the passes that read `tokens`: whole chunks, then the rest in its bucket."""
+    whole = tokens // chunk
+    parts = [(i * chunk, chunk) for i in range(whole)]
+    rest = tokens - whole * chunk
+    if rest:
+        parts.append((whole * chunk, min(bucket(rest), chunk)))
+    return parts
+
+
+def padded(tokens: int, chunk: int) -> int:
+    """Slots that a prefill of `tokens` writes, padding included."""
+    offset, length = pieces(tokens, chunk)[-1]
+    return offset + length
+
+
+def prefill(
+    model: LoadedLlama,
+    tokens: jax.Array,
+    positions: jax.Array,
+    count: ArrayLike,
+    *,
+    size: int,
+    capacity: int,
+    chunk: int,
+) -> Step:
+    """Read tokens into a new cache.
+
+    Args:
+        model: the model.
+        tokens: [B, P] int32, P = padded(size, chunk).
+        positions: [B, P] int32, where each token stood in the prompt; anything in the padding.
+        count: [B] int32, real tokens of each row, 1 to `size`; it may live on the device, unknown to the host.
+        size: tokens to read at most (host).
+        capacity: slots of the new cache, at least P.
+        chunk: tokens a pass reads at most.
+
+    Returns:
+        The last real token's hidden state and queries, and the cache: slot j of row b holds token j for j < count[b].
+    """
+    parts = pieces(size, chunk)
+    cache = model.new_cache(tokens.shape[0], capacity)
+    result: Step | None = None
+    for offset, length in parts:
+        start = np.full((tokens.shape[0],), offset, np.int32)
+        piece, at, row = _cut(tokens, positions, count, start, length=length)
+        step = model.step(piece, at, cache, start, row)
+        cache = step.cache
+        # The last real token may be in the last piece but one where the host knows only a bound of `count`.
+        result = step if result is None else _later(result.hidden, result.queries, step, count, start)
+    assert result is not None
+    return result
+
+
+@partial(jax.jit, static_argnames="length")
+def _cut(
+    tokens: jax.Array, positions: jax.Array, count: ArrayLike, start: ArrayLike, *, length: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    offset = jnp.asarray(start)[0]
+    piece = lax.dynamic_slice_in_dim(tokens, offset, length, axis=1)
+    at = lax.dynamic_slice_in_dim(positions, offset, length, axis=1)
+    return piece, at, jnp.clip(jnp.subtract(count, 1) - start, 0, length - 1)
+
+
+@partial(jax.jit, donate_argnames="step")
+def _later(
+    hidden: jax.Array, queries: jax.Array | tuple[jax.Array, ...], step: Step, count: ArrayLike, start: ArrayLike
+) -> Step:
+    """`step` with the earlier hidden state and queries in the rows [B] whose last token it did not reach."""
+    reached = jnp.greater(count, start)
+
+    def pick(new: jax.Array, old: jax.Array, axis: int) -> jax.Array:
+        shape = [1] * new.ndim
+        shape[axis] = -1
+        return jnp.where(reached.reshape(shape), new, old)
+
+    batch_axis = 1 if isinstance(queries, jax.Array) else 0
+    merged = jax.tree.map(lambda new, old: pick(new, old, batch_axis), step.queries, queries)
+    return Step(pick(step.hidden, hidden, 0), merged, step.cache)

@@ -1,0 +1,454 @@
+"""Chunk scores -> which tokens the main model reads, and why.
+
+`plan` decides on the host, before the speculator runs, whether a prompt is read in part at all and how many chunks are
+kept, so every later shape is known. `choose` picks the chunks on the device, with no word to the host. `Selection` is
+what a caller sees: it fetches from the device when it is first asked.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from fractions import Fraction
+from functools import cached_property, partial
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specprefill_jax.config import SpecPrefillConfig, check_flag, check_integer, check_real, check_spans
+from specprefill_jax.errors import SpecPrefillError, argument_error
+
+PADDING = -1
+"""Value of `Choice.kept_indices` past the last kept token."""
+
+
+class Reason(StrEnum):
+    """Why a prompt was read in part or whole. When several hold, the first in this order is given."""
+
+    ENGAGED = "engaged"
+    """Read in part."""
+    DISABLED = "disabled"
+    """`SpecPrefillConfig.enabled` is False."""
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    """Log-probabilities of the prompt were asked for, which need every token of it."""
+    SHORT_PROMPT = "short_prompt"
+    """Fewer tokens than `min_prompt_tokens`."""
+    NOTHING_TO_DROP = "nothing_to_drop"
+    """The budget covers every chunk: the keep rate is 1, or the chunks are few."""
+    FORCED_COVER_BUDGET = "forced_cover_budget"
+    """The first chunk, the tail and the forced spans alone reach the budget: nothing would be left to rank."""
+    LOW_PREDICTED_GAIN = "low_predicted_gain"
+    """The cost model predicts a speed-up below `min_predicted_gain`."""
+    SPECULATOR_FAILED = "speculator_failed"
+    """The speculator or the scoring failed; `Selection.detail` says how."""
+
+
+def num_chunks(num_tokens: int, chunk_size: int) -> int:
+    """Chunks of a prompt: ceil(num_tokens / chunk_size); a short last chunk counts as one."""
+    return -(-num_tokens // chunk_size)
+
+
+def budget(chunks: int, rate: float) -> int:
+    """Chunks to keep of `chunks`: ceil(chunks * rate) for the rate as it is written, so 50 at 0.3 is 15; at least 1."""
+    exact = Fraction(str(rate)) * chunks
+    return min(max(math.ceil(exact), 1), chunks)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the host knows before the speculator runs; hashable, and all the shapes that follow."""
+
+    engaged: bool
+    reason: Reason
+    num_tokens: int
+    chunk_size: int
+    num_chunks: int
+    kept_chunks: int
+    """Chunks the main model reads: the budget when engaged, else all."""
+    forced_chunks: tuple[int, ...]
+    """Ids of the chunks that are kept whatever their score, ascending; they count towards `kept_chunks`."""
+    max_kept_tokens: int
+    """Upper bound of the kept tokens: the size of every compacted array."""
+    num_kept_tokens: int | None
+    """Kept tokens exactly, or None where it depends on whether a short last chunk is kept (paper mode only)."""
+    predicted_gain: float | None = None
+    """Predicted speed-up of the first token, where it was asked for."""
+
+    def forced_mask(self, size: int | None = None) -> np.ndarray:
+        """The forced chunks as bool [size] (default: num_chunks), False in the padding."""
+        mask = np.zeros(self.num_chunks if size is None else size, np.bool_)
+        mask[list(self.forced_chunks)] = True
+        return mask
+
+    def read_whole(self, reason: Reason) -> "Plan":
+        """This plan, but with the whole prompt read for `reason`."""
+        return replace(
+            self,
+            engaged=False,
+            reason=reason,
+            kept_chunks=self.num_chunks,
+            max_kept_tokens=self.num_tokens,
+            num_kept_tokens=self.num_tokens,
+        )
+
+
+def plan(
+    num_tokens: int,
+    config: SpecPrefillConfig,
+    *,
+    forced_spans: Iterable[tuple[int, int]] = (),
+    generation_tail: int = 0,
+    needs_prompt_logprobs: bool = False,
+    predicted_gain: float | Callable[[int], float] | None = None,
+) -> Plan:
+    """Decide how a prompt of `num_tokens` tokens is read.
+
+    Args:
+        num_tokens: length of the prompt.
+        config: the caller's settings.
+        forced_spans: spans [start, end) of token offsets to keep, beside those of the config. Product mode only.
+        generation_tail: tokens of the chat template's generation header at the prompt's end; kept like `tail_tokens`.
+        needs_prompt_logprobs: whether log-probabilities of the prompt are wanted. Product mode only.
+        predicted_gain: the cost model's speed-up of the first token, or a function that gives it for a number of kept
+            tokens (called only if nothing else decides first). None leaves that gate open.
+
+    Raises:
+        ArgumentError: an empty prompt, a span that is empty or ends past the prompt, or something forced in paper mode.
+    """
+    tokens = check_integer("num_tokens", num_tokens, 1)
+    tail = check_integer("generation_tail", generation_tail, 0, tokens)
+    logprobs = check_flag("needs_prompt_logprobs", needs_prompt_logprobs)
+    spans = check_spans("forced_spans", forced_spans, tokens)
+    spans += check_spans("config.forced_spans", config.forced_spans, tokens)
+    product = config.mode == "product"
+    if not product and spans:
+        raise argument_error("forced_spans", spans, "empty in paper mode, which forces nothing")
+    if not product and logprobs:
+        allowed = "False in paper mode, which reads no prompt whole: log-probabilities need every token"
+        raise argument_error("needs_prompt_logprobs", logprobs, allowed)
+
+    size = config.chunk_size
+    chunks = num_chunks(tokens, size)
+    kept = budget(chunks, config.keep_rate)
+    forced = np.zeros(chunks, np.bool_)
+    if product:
+        forced[0] = True
+        forced[max(tokens - max(config.tail_tokens, tail), 0) // size :] = True
+        for start, end in spans:
+            forced[start // size : (end - 1) // size + 1] = True
+
+    last = tokens - (chunks - 1) * size
+    exact: int | None = None
+    if kept == chunks:
+        exact = tokens
+    elif forced[-1]:
+        exact = (kept - 1) * size + last
+    elif last == size:
+        exact = kept * size
+    sparse = Plan(
+        engaged=True,
+        reason=Reason.ENGAGED,
+        num_tokens=tokens,
+        chunk_size=size,
+        num_chunks=chunks,
+        kept_chunks=kept,
+        forced_chunks=tuple(np.flatnonzero(forced).tolist()),
+        max_kept_tokens=kept * size if exact is None else exact,
+        num_kept_tokens=exact,
+    )
+    if not config.enabled:
+        return sparse.read_whole(Reason.DISABLED)
+    if not product:
+        return sparse
+    if logprobs:
+        return sparse.read_whole(Reason.PROMPT_LOGPROBS)
+    if tokens < config.min_prompt_tokens:
+        return sparse.read_whole(Reason.SHORT_PROMPT)
+    if kept == chunks:
+        return sparse.read_whole(Reason.NOTHING_TO_DROP)
+    if len(sparse.forced_chunks) >= kept:
+        return sparse.read_whole(Reason.FORCED_COVER_BUDGET)
+    if predicted_gain is None:
+        return sparse
+    gain = predicted_gain(sparse.max_kept_tokens) if callable(predicted_gain) else predicted_gain
+    gain = check_real("predicted_gain", gain, "a finite number above 0, or None", lambda x: x > 0)
+    sparse = replace(sparse, predicted_gain=gain)
+    return sparse if gain >= config.min_predicted_gain else sparse.read_whole(Reason.LOW_PREDICTED_GAIN)
+
+
+class Choice(NamedTuple):
+    """What `choose` gives, all on the device."""
+
+    kept_indices: jax.Array
+    """int32 [size]: token indices of the prompt, ascending, then `PADDING`."""
+    kept_count: jax.Array
+    """int32 scalar: how many of them are tokens."""
+    kept_chunk_mask: jax.Array
+    """bool [C_pad]: the kept chunks."""
+    ok: jax.Array
+    """bool scalar: False if a score was NaN or infinite, or the arguments do not fit together."""
+
+
+@partial(jax.jit, static_argnames=("chunk_size", "size"))
+def choose(
+    chunk_scores: jax.Array,
+    forced: jax.Array,
+    num_chunks: jax.Array | int,
+    kept_chunks: jax.Array | int,
+    num_tokens: jax.Array | int,
+    *,
+    chunk_size: int,
+    size: int,
+) -> Choice:
+    """Keep `kept_chunks` chunks: the forced ones, then those of highest score, ties to the lower chunk.
+
+    Equal to a stable descending sort, but with none: a 32-step search for the lowest kept score, so that 131,072
+    chunks of one token cost milliseconds on a CPU. One compiled program serves every prompt that fits C_pad and size.
+
+    Args:
+        chunk_scores: float32 [C_pad]; entries past `num_chunks` are ignored, whatever they hold.
+        forced: bool [C_pad], likewise; at most `kept_chunks` are True.
+        num_chunks: int32 scalar, chunks of this prompt, 1 to C_pad.
+        kept_chunks: int32 scalar, 1 to num_chunks.
+        num_tokens: int32 scalar, tokens of this prompt.
+        chunk_size: tokens a chunk (static).
+        size: length of `kept_indices` (static), at least `Plan.max_kept_tokens`.
+
+    Returns:
+        `Choice`. -0.0 ties with 0.0. A NaN ranks last, but clears `ok`, as does an infinite score, too many forced
+        chunks, a `kept_chunks` or `num_chunks` out of range and a `size` that is too small.
+    """
+    padded = chunk_scores.shape[0]
+    scores = chunk_scores.astype(jnp.float32)
+    chunk = jnp.arange(padded, dtype=jnp.int32)
+    valid = chunk < num_chunks
+    forced = forced & valid
+
+    # Floats as unsigned integers of the same order; zeros meet in the integer domain, where nothing flushes denormals.
+    bits = jax.lax.bitcast_convert_type(scores, jnp.uint32)
+    bits = jnp.where(bits & 0x7FFFFFFF == 0, jnp.uint32(0), bits)
+    key = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+    key = jnp.where(jnp.isnan(scores), jnp.uint32(1), key)
+    key = jnp.where(forced, jnp.uint32(0xFFFFFFFF), key)
+    key = jnp.where(valid, key, jnp.uint32(0))
+
+    def search(step: jax.Array, lowest: jax.Array) -> jax.Array:
+        candidate = lowest | (jnp.uint32(1) << (31 - step).astype(jnp.uint32))
+        return jnp.where(jnp.sum(key >= candidate, dtype=jnp.int32) >= kept_chunks, candidate, lowest)
+
+    lowest = jax.lax.fori_loop(0, 32, search, jnp.uint32(0))
+    above = key > lowest
+    ties = (key == lowest) & valid
+    room = kept_chunks - jnp.sum(above, dtype=jnp.int32)
+    mask = above | (ties & (jnp.cumsum(ties, dtype=jnp.int32) <= room))
+
+    # [C_pad] -> [slots]: ids of the kept chunks, ascending
+    slots = min(-(-size // chunk_size), padded)
+    slot = jnp.where(mask, jnp.cumsum(mask, dtype=jnp.int32) - 1, slots)
+    kept = jnp.zeros(slots, jnp.int32).at[slot].set(chunk, mode="drop")
+    count = jnp.sum(jnp.where(mask, jnp.minimum(num_tokens - chunk * chunk_size, chunk_size), 0), dtype=jnp.int32)
+
+    # [slots] -> [size]: their tokens; only the last kept chunk can be short, so padding is at the end alone
+    token = jnp.arange(size, dtype=jnp.int32)
+    indices = kept[jnp.minimum(token // chunk_size, slots - 1)] * chunk_size + token % chunk_size
+    ok = (
+        jnp.all(jnp.isfinite(scores) | ~valid)
+        & (jnp.sum(forced, dtype=jnp.int32) <= kept_chunks)
+        & (kept_chunks >= 1)
+        & (kept_chunks <= num_chunks)
+        & (num_chunks <= padded)
+        & (num_tokens > (num_chunks - 1) * chunk_size)
+        & (num_tokens <= num_chunks * chunk_size)
+        & (count <= size)
+    )
+    return Choice(jnp.where(token < count, indices, PADDING), jnp.minimum(count, size), mask, ok)
+
+
+def gather(tokens: jax.Array, kept_indices: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The kept tokens [size] of `tokens` [S] and their original positions int32 [size]; both 0 in the padding."""
+    kept = kept_indices >= 0
+    positions = jnp.where(kept, kept_indices, 0)
+    return jnp.where(kept, tokens[positions], 0), positions
+
+
+class Selection:
+    """Which tokens of one prompt the main model reads, and why.
+
+    The plan's fields answer at once. The others (`kept_indices`, `chunk_scores`, ...) wait for the device when they are
+    first asked, once for all of them, and are numpy arrays and Python numbers from then on; they raise
+    `SpecPrefillError` if the scores were not finite. `choice` stays on the device for the main prefill.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        choice: Choice | None = None,
+        chunk_scores: jax.Array | None = None,
+        importance: jax.Array | None = None,
+        num_queries: jax.Array | int = 0,
+        look_ahead_tokens: jax.Array | Iterable[int] = (),
+        detail: str | None = None,
+    ) -> None:
+        """Wrap a plan and, if it is engaged, the device's results.
+
+        Args:
+            plan: the host's decision; one that is not engaged needs nothing else.
+            choice: from `choose`. Required if the plan is engaged, not allowed otherwise.
+            chunk_scores: float32 [>= C].
+            importance: float32 [>= M].
+            num_queries: int32 scalar, queries that counted.
+            look_ahead_tokens: int32 [>= num_queries], tokens the speculator generated.
+            detail: words for people beside the reason, such as the error that made a speculator fail.
+        """
+        if plan.engaged != (choice is not None):
+            raise argument_error("choice", choice, "given exactly when the plan is engaged")
+        self.plan = plan
+        self.choice = choice
+        self.detail = detail
+        self._device = (chunk_scores, importance, num_queries, look_ahead_tokens)
+
+    @classmethod
+    def whole(cls, num_tokens: int, reason: Reason, *, chunk_size: int = 32, detail: str | None = None) -> Self:
+        """The selection of a prompt that is read whole for `reason`."""
+        tokens = check_integer("num_tokens", num_tokens, 1)
+        size = check_integer("chunk_size", chunk_size, 1)
+        allowed = [str(known) for known in Reason if known is not Reason.ENGAGED]
+        if reason not in allowed:
+            raise argument_error("reason", reason, "one of " + ", ".join(map(repr, allowed)))
+        chunks = num_chunks(tokens, size)
+        return cls(Plan(False, Reason(reason), tokens, size, chunks, chunks, (), tokens, tokens), detail=detail)
+
+    @property
+    def engaged(self) -> bool:
+        """Whether part of the prompt is left out."""
+        return self.plan.engaged
+
+    @property
+    def reason(self) -> Reason:
+        """Why the prompt is read in part or whole, one of a closed set of strings."""
+        return self.plan.reason
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt, M."""
+        return self.plan.num_tokens
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens a chunk."""
+        return self.plan.chunk_size
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the prompt, C."""
+        return self.plan.num_chunks
+
+    @property
+    def kept_chunks(self) -> int:
+        """Chunks that are read."""
+        return self.plan.kept_chunks
+
+    @property
+    def forced_chunks(self) -> tuple[int, ...]:
+        """Ids of the chunks that were kept whatever their score."""
+        return self.plan.forced_chunks
+
+    @property
+    def num_kept(self) -> int:
+        """Tokens that are read. Waits for the device only where the plan cannot know (paper mode, short last chunk)."""
+        known = self.plan.num_kept_tokens
+        return int(self._host[0].kept_count) if known is None else known
+
+    @property
+    def keep_rate(self) -> float:
+        """The effective rate: tokens that are read over tokens of the prompt."""
+        return self.num_kept / self.num_tokens
+
+    @cached_property
+    def kept_indices(self) -> np.ndarray:
+        """int32 [num_kept]: indices of the tokens that are read, ascending."""
+        if self.choice is None:
+            return np.arange(self.num_tokens, dtype=np.int32)
+        return np.asarray(self._host[0].kept_indices[: self.num_kept], np.int32)
+
+    @cached_property
+    def kept_chunk_mask(self) -> np.ndarray:
+        """bool [C]: the chunks that are read."""
+        if self.choice is None:
+            return np.ones(self.num_chunks, np.bool_)
+        return np.asarray(self._host[0].kept_chunk_mask[: self.num_chunks], np.bool_)
+
+    @cached_property
+    def chunk_scores(self) -> np.ndarray | None:
+        """float32 [C], or None if the prompt was read whole without scoring."""
+        scores = self._host[1]
+        return None if scores is None else np.asarray(scores[: self.num_chunks], np.float32)
+
+    @cached_property
+    def importance(self) -> np.ndarray | None:
+        """float32 [M], or None if the prompt was read whole without scoring."""
+        importance = self._host[2]
+        return None if importance is None else np.asarray(importance[: self.num_tokens], np.float32)
+
+    @cached_property
+    def num_queries(self) -> int:
+        """Queries that counted: fewer than the look-ahead asked for where the speculator met its end of sequence."""
+        return int(self._host[3])
+
+    @cached_property
+    def look_ahead_tokens(self) -> list[int]:
+        """Tokens the speculator generated, one a query that counted; an end of sequence is the last of them."""
+        return [int(token) for token in self._host[4][: self.num_queries]]
+
+    def check(self) -> None:
+        """Wait for the device and raise `SpecPrefillError` if the choice cannot be trusted."""
+        _ = self._host
+
+    @cached_property
+    def _host(self) -> Any:
+        """(choice, chunk_scores, importance, num_queries, look_ahead_tokens) on the host: one wait, one check."""
+        scores, importance, num_queries, tokens = self._device
+        tokens = tokens if isinstance(tokens, jax.Array) else list(tokens)
+        host = jax.device_get((self.choice, scores, importance, num_queries, tokens))
+        choice, scores = host[:2]
+        if choice is None:
+            return host
+        if not choice.ok:
+            bad = np.array([], int) if scores is None else np.flatnonzero(~np.isfinite(scores[: self.num_chunks]))
+            if bad.size:
+                raise SpecPrefillError(
+                    f"chunk_scores[{bad[0]}]={scores[bad[0]]} is not allowed: chunk_scores must be finite "
+                    f"({bad.size} of {self.num_chunks} chunks are not; the speculator's weights or dtype overflow)"
+                )
+            raise SpecPrefillError(
+                f"choice.ok=False is not allowed: choose() must be given finite scores and the numbers of {self.plan}"
+            )
+        known = self.plan.num_kept_tokens
+        if known is not None and known != int(choice.kept_count):
+            raise SpecPrefillError(f"kept_count={int(choice.kept_count)} is not allowed: it must be the plan's {known}")
+        return host
+
+    def to_dict(self) -> dict[str, Any]:
+        """The decision and its figures as JSON-ready values; without the arrays of token or chunk length."""
+        return {
+            "engaged": self.engaged,
+            "reason": str(self.reason),
+            "detail": self.detail,
+            "num_tokens": self.num_tokens,
+            "num_kept": self.num_kept,
+            "keep_rate": self.keep_rate,
+            "chunk_size": self.chunk_size,
+            "num_chunks": self.num_chunks,
+            "kept_chunks": self.kept_chunks,
+            "forced_chunks": len(self.forced_chunks),
+            "num_queries": self.num_queries,
+            "predicted_gain": self.plan.predicted_gain,
+        }
+
+    def __repr__(self) -> str:
+        """Only what needs no wait for the device."""
+        kept = f"{self.kept_chunks} of {self.num_chunks} chunks of {self.chunk_size}"
+        return f"Selection({self.reason}, {self.num_tokens} tokens, {kept})"

@@ -1,0 +1,1 @@
+"""How parameters, caches and prompts are laid out over a mesh of devices."""

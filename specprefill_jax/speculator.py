@@ -1,0 +1,125 @@
+"""The speculator: reads the whole prompt, then decodes a few look-ahead tokens on the device.
+
+What it leaves are the queries that score the prompt and its cache, whose keys they are scored against
+(arXiv 2502.02789, section 3.1).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from specprefill_jax.cache import KVCache, capacity_for
+from specprefill_jax.models.loaded import LoadedLlama, Step, Weights
+from specprefill_jax.prefill import padded, prefill
+
+MAX_EOS_IDS = 16
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LookAhead:
+    """What the speculator leaves behind; all of it on the device."""
+
+    queries: jax.Array
+    """[L, B, Q, N, H] post-RoPE queries: of the last prompt token, then of the first Q-1 generated tokens."""
+    cache: KVCache
+    """Its cache; slot i holds prompt token i, generated tokens follow."""
+    tokens: jax.Array
+    """[B, Q] int32 greedy tokens; the last is never fed back."""
+    num_queries: jax.Array
+    """[B] int32, queries that count: up to and with the one that produced an end of sequence."""
+
+
+class Speculator:
+    """A small Llama with its compiled look-ahead."""
+
+    def __init__(self, model: LoadedLlama, chunk: int):
+        self.model = model
+        self.chunk = chunk
+        self._decode = jax.jit(self._decode_fn, static_argnames="count", donate_argnames="cache")
+        self._greedy = jax.jit(self._greedy_fn)
+        self._collect = jax.jit(_collect)
+
+    def read(self, tokens: np.ndarray, look_ahead: int, eos_token_ids: tuple[int, ...]) -> LookAhead:
+        """Prefill one prompt and look ahead; nothing waits for the device.
+
+        Args:
+            tokens: int32 [M] token ids, M >= 1.
+            look_ahead: Q, the number of queries; Q - 1 decode steps.
+            eos_token_ids: ids that end the look-ahead, at most MAX_EOS_IDS.
+        """
+        size = len(tokens)
+        total = padded(size, self.chunk)
+        ids = np.zeros((1, total), np.int32)
+        ids[0, :size] = tokens
+        step = prefill(
+            self.model,
+            jnp.asarray(ids),
+            jnp.arange(total, dtype=jnp.int32)[None],
+            jnp.full((1,), size, jnp.int32),
+            size=size,
+            capacity=capacity_for(max(total, size + look_ahead - 1)),
+            chunk=self.chunk,
+        )
+        ends = np.full(MAX_EOS_IDS, -1, np.int32)
+        ends[: len(eos_token_ids)] = eos_token_ids
+        if self.model.layerwise:
+            return self._decode_layerwise(step, size, ends, look_ahead)
+        length = np.full((1,), size, np.int32)
+        return self._decode(self.model.weights, step.hidden, step.queries, step.cache, length, ends, count=look_ahead)
+
+    def _decode_layerwise(self, step: Step, size: int, ends: np.ndarray, count: int) -> LookAhead:
+        """The same loop driven by the host, which never waits: unrolled layers would take XLA half a minute."""
+        row = np.zeros((1,), np.int32)
+        queries, tokens = [step.queries], [self._greedy(self.model.weights, step.hidden)]
+        for i in range(count - 1):
+            at = np.full((1,), size + i, np.int32)
+            step = self.model.step(tokens[-1][:, None], at[:, None], step.cache, at, row)
+            queries.append(step.queries)
+            tokens.append(self._greedy(self.model.weights, step.hidden))
+        stacked, out, valid = self._collect(queries, tokens, ends)
+        return LookAhead(stacked, step.cache, out, valid)
+
+    def _greedy_fn(self, weights: Weights, hidden: jax.Array) -> jax.Array:
+        """The likeliest next token of each row, [B] int32."""
+        return jnp.argmax(self.model.logits_fn(weights, hidden), axis=-1).astype(jnp.int32)
+
+    def _decode_fn(
+        self,
+        weights: Weights,
+        hidden: jax.Array,
+        queries: jax.Array | tuple[jax.Array, ...],
+        cache: KVCache,
+        length: jax.Array,
+        eos: jax.Array,
+        *,
+        count: int,
+    ) -> LookAhead:
+        """Greedy look-ahead as one `lax.scan`, for a scanned model."""
+
+        def step(carry: tuple[jax.Array, KVCache, jax.Array], _: None) -> tuple[tuple, tuple]:
+            token, cache, at = carry
+            done = self.model.run(weights, token[:, None], at[:, None], cache, at, jnp.zeros_like(at))
+            token = self._greedy_fn(weights, done.hidden)
+            return (token, done.cache, at + 1), (token, done.queries)
+
+        first = self._greedy_fn(weights, hidden)
+        (_, cache, _), (tokens, later) = lax.scan(step, (first, cache, length), length=count - 1)
+        stacked, out, valid = _collect([queries, *later], [first, *tokens], eos)
+        return LookAhead(stacked, cache, out, valid)
+
+
+def _collect(
+    queries: Sequence[jax.Array | tuple[jax.Array, ...]], tokens: Sequence[jax.Array], eos: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Q steps' queries and tokens [B] -> queries [L, B, Q, N, H], tokens [B, Q], and how many queries count [B]."""
+    stacked = jnp.stack([jnp.stack(q) if isinstance(q, tuple) else q for q in queries], axis=2)
+    out = jnp.stack(tokens, axis=1)
+    ended = (out[:, :, None] == eos).any(-1)
+    # Queries after the first end of sequence do not count; the one that produced it does.
+    before = jnp.cumsum(ended, axis=1) - ended == 0
+    return stacked, out, before.sum(axis=1, dtype=jnp.int32)

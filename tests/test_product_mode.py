@@ -1,0 +1,179 @@
+"""Product mode: what is always kept, when a prompt is read whole and what is said of it, and the phase times."""
+
+import math
+import time
+
+import numpy as np
+import oracle
+import pytest
+from agreement import assert_greedy, prompt_of, relative_error
+
+from specprefill_jax import SamplingParams, SpecPrefillConfig
+
+OPEN = {"min_prompt_tokens": 0, "min_predicted_gain": 0.0, "eos_token_ids": ()}  # no gate but the budget's own
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+
+
+def product(**settings) -> SpecPrefillConfig:
+    return SpecPrefillConfig(**{"keep_rate": 0.3, **OPEN, **settings})
+
+
+def chunks_of(selection) -> list[int]:
+    return sorted({int(index) // selection.chunk_size for index in selection.kept_indices})
+
+
+def span_chunks(start: int, end: int, size: int) -> set[int]:
+    return {token // size for token in range(start, end)}
+
+
+@pytest.mark.parametrize("length", [400, 415, 416, 417, 601])
+@pytest.mark.parametrize(
+    ("chunk", "tail", "spans"), [(32, 64, ()), (32, 1, ()), (16, 40, ((100, 101), (143, 145))), (8, 64, ((0, 9),))]
+)
+def test_kept_chunks_are_the_forced_ones_and_the_best_of_the_rest(tiny, reference, length, chunk, tail, spans):
+    ids = prompt_of(length)
+    selection = tiny.select(ids, product(chunk_size=chunk, tail_tokens=tail, forced_spans=spans))
+    assert selection.engaged
+    assert selection.reason == "engaged"
+    scores = reference.choose(ids, chunk=chunk, rate="0.3").chunk_scores
+    np.testing.assert_allclose(selection.chunk_scores, scores, rtol=1e-3, atol=1e-5)
+    forced = {0} | span_chunks(length - tail, length, chunk)
+    for start, end in spans:
+        forced |= span_chunks(start, end, chunk)
+    kept = chunks_of(selection)
+    assert forced <= set(kept)
+    assert len(kept) == math.ceil(math.ceil(length / chunk) * 3 / 10)
+    assert list(selection.kept_indices) == oracle.tokens_of(kept, chunk, length)
+    assert selection.kept_indices[-1] == length - 1
+    # Of the others, no dropped chunk leads a kept one by more than a tie.
+    ranked = sorted(set(kept) - forced)
+    dropped = sorted(set(range(len(scores))) - set(kept))
+    assert ranked
+    assert scores[ranked].min() >= scores[dropped].max() * (1 - 1e-3)
+    assert set(oracle.kept_chunks(scores, "0.3", tuple(forced))) >= forced
+    assert selection.keep_rate == pytest.approx(len(selection.kept_indices) / length)
+
+
+def test_logits_follow_the_last_token(tiny, reference):
+    """The answer is read at position M-1, which is always kept; prefill and generate equal the oracle there."""
+    ids = prompt_of(450)
+    output = tiny.generate(ids, GREEDY, product())
+    kept = [int(index) for index in output.selection.kept_indices]
+    expected = reference.logits_of(ids, kept, output.token_ids)
+    assert kept[-1] == 449
+    assert relative_error(tiny.prefill(ids, output.selection), expected[0]) < 1e-3
+    assert_greedy(output.token_ids, expected)
+
+
+def test_a_tail_of_low_score_is_kept(tiny, reference):
+    """A prompt whose last three chunks paper mode drops: product mode keeps them all the same."""
+    ids = prompt_of(400, seed=10)
+    choice = reference.choose(ids, look_ahead=1, width=None, chunk=16, rate="0.3")
+    assert not {22, 23, 24} & set(choice.chunks)
+    selection = tiny.select(ids, product(look_ahead=1, pool_width=None, chunk_size=16, tail_tokens=40))
+    assert {0, 22, 23, 24} <= set(chunks_of(selection))
+
+
+def assert_whole(model, reference, ids, config, reason: str):
+    """Select and generate read the whole prompt, say why, and answer as the main model alone does."""
+    selection = model.select(ids, config)
+    assert (selection.engaged, selection.reason) == (False, reason)
+    assert selection.keep_rate == 1.0
+    assert list(selection.kept_indices) == list(range(len(ids)))
+    output = model.generate(ids, GREEDY, config)
+    assert (output.selection.engaged, output.selection.reason) == (False, reason)
+    assert_greedy(output.token_ids, reference.logits_of(ids, range(len(ids)), output.token_ids))
+    assert output.timings.speculate <= 1e-3 + 0.05 * output.timings.total
+
+
+@pytest.mark.parametrize(
+    ("length", "settings", "reason"),
+    [
+        (
+            300,
+            {"tail_tokens": 64, "keep_rate": 0.1},
+            "forced_cover_budget",
+        ),  # forced: first and two of the tail; budget 1
+        (300, {"forced_spans": ((0, 250),)}, "forced_cover_budget"),
+        (320, {"tail_tokens": 1, "keep_rate": 0.2}, "forced_cover_budget"),  # budget 2, both forced: nothing ranked
+        (300, {"keep_rate": 1.0}, "nothing_to_drop"),
+        (20, {}, "nothing_to_drop"),
+        (1, {}, "nothing_to_drop"),
+        (300, {"enabled": False}, "disabled"),
+        (300, {"min_prompt_tokens": 301}, "short_prompt"),
+        (300, {"min_predicted_gain": 1000.0}, "low_predicted_gain"),
+    ],
+)
+def test_prompts_that_are_read_whole(tiny, reference, length, settings, reason):
+    assert_whole(tiny, reference, prompt_of(length), product(**{"tail_tokens": 32, **settings}), reason)
+
+
+def test_short_prompts_are_whole_by_default(tiny, reference):
+    assert_whole(tiny, reference, prompt_of(200), SpecPrefillConfig(), "short_prompt")
+    assert_whole(tiny, reference, prompt_of(511), SpecPrefillConfig(keep_rate=0.1), "short_prompt")
+
+
+def test_one_more_chunk_of_budget_than_is_forced_engages(tiny):
+    """320 tokens are ten chunks; first and last are forced; a budget of three ranks one."""
+    selection = tiny.select(prompt_of(320), product(tail_tokens=1))
+    assert selection.engaged
+    assert len(chunks_of(selection)) == 3
+    assert {0, 9} <= set(chunks_of(selection))
+
+
+def test_forced_span_past_the_prompt_is_refused(tiny):
+    with pytest.raises(ValueError, match=r"(?s)(?=.*forced_spans)(?=.*401)(?=.*400)"):
+        tiny.select(prompt_of(400), product(forced_spans=((390, 401),)))
+
+
+def test_paper_mode_can_be_disabled_too(tiny):
+    config = SpecPrefillConfig(keep_rate=0.3, mode="paper", enabled=False)
+    assert tiny.select(prompt_of(100), config).reason == "disabled"
+
+
+def test_paper_mode_is_never_read_whole_for_being_short(tiny):
+    selection = tiny.select(prompt_of(40), SpecPrefillConfig.paper(keep_rate=0.3))
+    assert selection.engaged
+    assert selection.reason == "engaged"
+    assert len(chunks_of(selection)) == 1
+
+
+@pytest.mark.parametrize(
+    "config",
+    [product(), product(enabled=False), SpecPrefillConfig.paper(keep_rate=0.3)],
+    ids=["sparse", "dense", "paper"],
+)
+def test_phases_add_up_to_the_wall_clock(tiny, config):
+    """Within 2 % and 2 ms of what the caller's own clock says, in the best of three runs on a busy machine."""
+    ids = prompt_of(700)
+    tiny.generate(ids, GREEDY, config)
+    missing = []
+    for _ in range(3):
+        start = time.perf_counter()
+        output = tiny.generate(ids, GREEDY, config)
+        wall = time.perf_counter() - start
+        timings = output.timings
+        phases = (
+            timings.tokenise
+            + timings.speculate
+            + timings.score
+            + timings.main_prefill
+            + timings.first_token
+            + timings.decode
+        )
+        assert phases == pytest.approx(timings.total)
+        assert 0 < timings.ttft <= timings.total <= wall
+        assert (timings.speculate > 1e-3 * timings.total) == output.selection.engaged
+        assert timings.main_prefill > 0
+        assert timings.decode > 0
+        missing.append(wall - phases - 0.02 * wall)
+    assert min(missing) <= 0.002
+
+
+def test_output_says_what_was_decided(tiny):
+    output = tiny.generate(prompt_of(400), GREEDY, product(keep_rate=0.25))
+    assert output.selection.engaged is True
+    assert output.selection.reason == "engaged"
+    assert output.selection.num_queries == 8
+    assert 0.2 < output.selection.keep_rate < 0.35
+    assert output.finish_reason == "length"
