@@ -36,6 +36,7 @@ class Args:
     decode_tokens: int = 8
     """Tokens decoded after the first, to compare decoding after sparse and dense prefill."""
     rounds: int = 3
+    """Each reads the prompt whole once, and once at every keep rate."""
     out: Path | None = None
     """JSON file to write."""
 
@@ -61,9 +62,9 @@ def main(args: Args) -> None:
             model.warm_up(length, config, sampling)
         runs: list[list[tuple[dict, dict, Machine, int]]] = [[] for _ in configs]
         for _ in range(args.rounds):
+            machine = measure(1)
+            whole = model.generate(ids, sampling, dense)
             for i, config in enumerate(configs):
-                machine = measure(1)
-                whole = model.generate(ids, sampling, dense)
                 sparse = model.generate(ids, sampling, config)
                 runs[i].append((phases(whole), phases(sparse), machine, sparse.selection.num_kept))
                 console.log(f"{length} {config.keep_rate}: {whole.timings.ttft:.2f} / {sparse.timings.ttft:.2f} s")

@@ -171,7 +171,7 @@ class SpecPrefillConfig:
     def paper(
         cls,
         keep_rate: float,
-        look_ahead: int = 8,
+        look_ahead: int | None = None,
         pool_width: int | None = 13,
         chunk_size: int = 32,
         eos_token_ids: tuple[int, ...] | None = None,

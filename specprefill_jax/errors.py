@@ -20,5 +20,5 @@ class TokenizerError(SpecPrefillError):
 def argument_error(name: str, value: object, allowed: str) -> ArgumentError:
     """Build the error for argument `name`: `<name>=<value> is not allowed: <name> must be <allowed>`."""
     text = repr(value)
-    text = text if len(text) <= 80 else text[:77] + "..."
+    text = text if len(text) <= 200 else text[:197] + "..."
     return ArgumentError(f"{name}={text} is not allowed: {name} must be {allowed}")

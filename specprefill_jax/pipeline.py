@@ -22,8 +22,8 @@ from specprefill_jax.models.checkpoint import open_checkpoint
 from specprefill_jax.models.loaded import LoadedLlama, Step, load
 from specprefill_jax.prefill import DEFAULT_CHUNK, bucket, padded, prefill
 from specprefill_jax.sampling import sampling_arrays, seen_tokens
-from specprefill_jax.selection import Plan, Reason, Selection, choose, gather, plan
-from specprefill_jax.speculator import MAX_EOS_IDS, Speculator
+from specprefill_jax.selection import Choice, Plan, Reason, Selection, choose, gather, num_chunks, plan
+from specprefill_jax.speculator import MAX_EOS_IDS, LookAhead, Speculator
 from specprefill_jax.timing import PhaseClock, Timings
 from specprefill_jax.tokens import StreamDecoder, Tokenizer, same_tokenizer
 
@@ -103,7 +103,7 @@ class SpecPrefill:
             mesh: None, the default device; meshes are not supported yet.
             speculator_layers: use only the speculator's first so many layers; it then scores with the prompt's last
                 token alone unless a config asks for a look-ahead.
-            prefill_chunk: tokens a forward pass reads at most (default 2,048).
+            prefill_chunk: tokens a forward pass reads at most (default 1,024).
 
         Raises:
             ArgumentError: a bad argument.
@@ -146,6 +146,8 @@ class SpecPrefill:
         Raises:
             ArgumentError: an empty prompt, an id outside the vocabulary, or a prompt longer than the context.
         """
+        if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes):
+            raise argument_error("prompt", prompt, "text, chat messages or a flat sequence of integer token ids")
         if isinstance(prompt, str):
             ids: Sequence[int] = self._tokenizer("prompt").encode(prompt)
         elif len(prompt) and isinstance(prompt[0], Mapping):
@@ -233,7 +235,7 @@ class SpecPrefill:
         limit = min(sampling.max_tokens, self.max_prompt_tokens - len(ids))
         ends = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
-            ends.update(self._eos_token_ids(config))
+            ends.update(self.main.config.eos_token_ids)
         text = StreamDecoder(self.tokenizer, sampling.stop) if self.tokenizer else None
         settings = sampling_arrays(
             [sampling.temperature],
@@ -332,33 +334,30 @@ class SpecPrefill:
             raise ArgumentError(
                 f"prompt of {len(ids)} tokens is not allowed: it must fit the speculator's context of {limit} tokens"
             )
-        ahead = self.speculator.read(ids, look_ahead, self._eos_token_ids(config, speculator=True))
+        ahead = self.speculator.read(ids, look_ahead, self._look_ahead_ends(config))
         if marks is not None:
             marks.reach(ahead.num_queries, "score")
         size = bucket(len(ids))
-        length = jnp.full((1,), len(ids), jnp.int32)
-        importance = token_importance(
-            ahead.cache.k, ahead.queries, length, ahead.num_queries, size=size, pool_width=config.pool_width or 0
-        )
-        scores = chunk_scores(importance, length, chunk_size=config.chunk_size)
-        choice = choose(
-            scores[0],
-            jnp.asarray(planned.forced_mask(scores.shape[1])),
+        importance, scores, choice, num_queries, tokens = _score_and_choose(
+            ahead,
+            np.full((1,), len(ids), np.int32),
+            planned.forced_mask(num_chunks(size, config.chunk_size)),
             planned.num_chunks,
             planned.kept_chunks,
-            planned.num_tokens,
+            size=size,
+            pool_width=config.pool_width or 0,
             chunk_size=config.chunk_size,
-            size=padded(planned.max_kept_tokens, self.prefill_chunk),
+            kept_size=padded(planned.max_kept_tokens, self.prefill_chunk),
         )
         if marks is not None:
             marks.reach(choice.kept_count, "main_prefill")
         return Selection(
             planned,
             choice=choice,
-            chunk_scores=scores[0],
-            importance=importance[0],
-            num_queries=ahead.num_queries[0],
-            look_ahead_tokens=ahead.tokens[0],
+            chunk_scores=scores,
+            importance=importance,
+            num_queries=num_queries,
+            look_ahead_tokens=tokens,
         )
 
     def _main_prefill(self, ids: np.ndarray, selection: Selection, max_tokens: int) -> tuple[Step, jax.Array]:
@@ -374,8 +373,7 @@ class SpecPrefill:
         else:
             prompt = np.zeros(bucket(len(ids)), np.int32)
             prompt[: len(ids)] = ids
-            kept, positions = _gather_row(jnp.asarray(prompt), selection.choice.kept_indices)
-            count = selection.choice.kept_count[None]
+            kept, positions, count = _gather_row(prompt, selection.choice)
         step = prefill(
             self.main,
             kept,
@@ -404,11 +402,10 @@ class SpecPrefill:
             speculator_bytes=draft.dtype.itemsize,
         ).gain
 
-    def _eos_token_ids(self, config: SpecPrefillConfig, *, speculator: bool = False) -> tuple[int, ...]:
-        if config.eos_token_ids is not None:
-            ids = config.eos_token_ids
-        else:
-            ids = (self.speculator.model if speculator else self.main).config.eos_token_ids
+    def _look_ahead_ends(self, config: SpecPrefillConfig) -> tuple[int, ...]:
+        """Ids that end the look-ahead. They say nothing of where the answer ends: that is the main model's own."""
+        given = config.eos_token_ids
+        ids = self.speculator.model.config.eos_token_ids if given is None else given
         if len(ids) > MAX_EOS_IDS:
             raise argument_error("eos_token_ids", ids, f"at most {MAX_EOS_IDS} ids")
         return ids
@@ -467,7 +464,30 @@ class _Marks:
         self._open.clear()
 
 
+@partial(jax.jit, static_argnames=("size", "pool_width", "chunk_size", "kept_size"))
+def _score_and_choose(
+    ahead: LookAhead,
+    length: jax.Array,
+    forced: jax.Array,
+    chunks: jax.Array,
+    kept_chunks: jax.Array,
+    *,
+    size: int,
+    pool_width: int,
+    chunk_size: int,
+    kept_size: int,
+) -> tuple[jax.Array, jax.Array, Choice, jax.Array, jax.Array]:
+    """One prompt's importance [size], chunk scores [C], choice, number of queries that count, look-ahead tokens [Q]."""
+    importance = token_importance(
+        ahead.cache.k, ahead.queries, length, ahead.num_queries, size=size, pool_width=pool_width
+    )
+    scores = chunk_scores(importance, length, chunk_size=chunk_size)[0]
+    choice = choose(scores, forced, chunks, kept_chunks, length[0], chunk_size=chunk_size, size=kept_size)
+    return importance[0], scores, choice, ahead.num_queries[0], ahead.tokens[0]
+
+
 @jax.jit
-def _gather_row(prompt: jax.Array, kept: jax.Array) -> tuple[jax.Array, jax.Array]:
-    tokens, positions = gather(prompt, kept)
-    return tokens[None], positions[None]
+def _gather_row(prompt: jax.Array, choice: Choice) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The kept tokens [1, P], their positions [1, P], and how many they are [1]."""
+    tokens, positions = gather(prompt, choice.kept_indices)
+    return tokens[None], positions[None], choice.kept_count[None]

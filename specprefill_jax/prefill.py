@@ -14,14 +14,17 @@ from jax.typing import ArrayLike
 
 from specprefill_jax.models.loaded import LoadedLlama, Step
 
-DEFAULT_CHUNK = 2048
+Last = tuple[jax.Array, jax.Array | tuple[jax.Array, ...]]
+"""Hidden state and queries of each row's last real token, as in `Step`."""
+
+DEFAULT_CHUNK = 1024
 """Tokens a forward pass reads at most, unless told otherwise: bounds the memory of activations."""
 
 
 def bucket(tokens: int) -> int:
     """The compiled length that serves `tokens`: a multiple of 16 up to 128, from there on eight lengths an octave.
 
-    At most an eighth of a piece is padding, and a model has at most 40 lengths up to 2,048 tokens.
+    At most an eighth of a piece is padding, and a model has at most 32 lengths up to 1,024 tokens.
     """
     step = 1 << max(4, (tokens - 1).bit_length() - 4)
     return -(-tokens // step) * step
@@ -67,18 +70,18 @@ def prefill(
     Returns:
         The last real token's hidden state and queries, and the cache: slot j of row b holds token j for j < count[b].
     """
-    parts = pieces(size, chunk)
     cache = model.new_cache(tokens.shape[0], capacity)
-    result: Step | None = None
-    for offset, length in parts:
+    last: Last | None = None
+    for offset, length in pieces(size, chunk):
         start = np.full((tokens.shape[0],), offset, np.int32)
         piece, at, row = _cut(tokens, positions, count, start, length=length)
         step = model.step(piece, at, cache, start, row)
         cache = step.cache
+        found = (step.hidden, step.queries)
         # The last real token may be in the last piece but one where the host knows only a bound of `count`.
-        result = step if result is None else _later(result.hidden, result.queries, step, count, start)
-    assert result is not None
-    return result
+        last = found if last is None else _later(last, found, count, start)
+    assert last is not None
+    return Step(*last, cache)
 
 
 @partial(jax.jit, static_argnames="length")
@@ -91,18 +94,15 @@ def _cut(
     return piece, at, jnp.clip(jnp.subtract(count, 1) - start, 0, length - 1)
 
 
-@partial(jax.jit, donate_argnames="step")
-def _later(
-    hidden: jax.Array, queries: jax.Array | tuple[jax.Array, ...], step: Step, count: ArrayLike, start: ArrayLike
-) -> Step:
-    """`step` with the earlier hidden state and queries in the rows [B] whose last token it did not reach."""
+@jax.jit
+def _later(old: Last, new: Last, count: ArrayLike, start: ArrayLike) -> Last:
+    """`new` in the rows [B] whose last token is in the piece from `start` on, `old` in the others."""
     reached = jnp.greater(count, start)
 
-    def pick(new: jax.Array, old: jax.Array, axis: int) -> jax.Array:
+    def pick(new: jax.Array, old: jax.Array, batch_axis: int) -> jax.Array:
         shape = [1] * new.ndim
-        shape[axis] = -1
+        shape[batch_axis] = -1
         return jnp.where(reached.reshape(shape), new, old)
 
-    batch_axis = 1 if isinstance(queries, jax.Array) else 0
-    merged = jax.tree.map(lambda new, old: pick(new, old, batch_axis), step.queries, queries)
-    return Step(pick(step.hidden, hidden, 0), merged, step.cache)
+    queries_axis = 1 if isinstance(new[1], jax.Array) else 0
+    return pick(new[0], old[0], 0), jax.tree.map(lambda n, o: pick(n, o, queries_axis), new[1], old[1])

@@ -14,6 +14,7 @@ atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XDG_CACHE_HOME"] = CACHE
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(CACHE, "jax")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # new model objects find what others compiled
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 

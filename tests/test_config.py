@@ -58,7 +58,7 @@ SAMPLING = [
     *[(SamplingParams, *case) for case in SAMPLING],
 ])  # fmt: skip
 def test_refused(kind, name, value, allowed):
-    shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+    shown = repr(value) if len(repr(value)) <= 200 else repr(value)[:197] + "..."
     with pytest.raises(ArgumentError) as refusal:
         kind(**{name: value})
     assert str(refusal.value) == f"{name}={shown} is not allowed: {name} must be {allowed}"
@@ -152,7 +152,7 @@ def test_replace_checks_again():
 def test_paper_mode():
     assert SpecPrefillConfig.paper(0.1, 4, 5, 16, (2,)) == SpecPrefillConfig(0.1, 4, 5, 16, (2,), mode="paper")
     config = SpecPrefillConfig.paper(keep_rate=0.2)
-    assert (config.mode, config.look_ahead, config.pool_width, config.chunk_size) == ("paper", 8, 13, 32)
+    assert (config.mode, config.look_ahead, config.pool_width, config.chunk_size) == ("paper", None, 13, 32)
     with pytest.raises(
         ArgumentError, match=r"^forced_spans=\(\(0, 4\),\) .* empty in paper mode, which forces nothing$"
     ):
@@ -187,7 +187,7 @@ def test_flags_are_generated_from_the_fields():
         "paper",
         "--no-enabled",
     ]
-    assert tyro.cli(SpecPrefillConfig, args=args) == SpecPrefillConfig(0.1, 8, 0, 32, (2, 3), "paper", enabled=False)
+    assert tyro.cli(SpecPrefillConfig, args=args) == SpecPrefillConfig(0.1, None, 0, 32, (2, 3), "paper", enabled=False)
     assert tyro.cli(SpecPrefillConfig, args=["--forced-spans", "0", "4", "8", "9"]).forced_spans == ((0, 4), (8, 9))
     sampling = tyro.cli(
         SamplingParams,

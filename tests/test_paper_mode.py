@@ -45,6 +45,13 @@ class Setting:
         )
 
 
+def setting_of(golden) -> Setting:
+    """The setting of a golden case."""
+    eos = tuple(golden["eos"].tolist()) if "eos" in golden else (2,)
+    g = {name: int(golden[name]) for name in ("look_ahead", "pool", "chunk")}
+    return Setting(g["look_ahead"], g["pool"], g["chunk"], str(golden["rate"]), eos)
+
+
 def check(model, reference, ids, setting: Setting, sampling: SamplingParams = GREEDY):
     """Select, prefill and generate equal the oracle. Returns the selection."""
     selection = model.select(ids, setting.config)
@@ -61,8 +68,7 @@ def test_goldens(tiny, tiny_chunked, prefill_chunk):
     model = tiny if prefill_chunk is None else tiny_chunked(prefill_chunk)
     for case in goldens():
         g = np.load(case)
-        ids, eos = g["ids"].tolist(), tuple(g["eos"].tolist()) if "eos" in g else (2,)
-        setting = Setting(int(g["look_ahead"]), int(g["pool"]), int(g["chunk"]), str(g["rate"]), eos)
+        ids, setting = g["ids"].tolist(), setting_of(g)
         selection = model.select(ids, setting.config)
         assert selection.num_queries == int(g["valid"]), case.stem
         given = list(selection.look_ahead_tokens)
@@ -109,7 +115,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("name", NAMED)
-@pytest.mark.parametrize("length", [1, 40, 150, 333])
+@pytest.mark.parametrize("length", [40, 333])
 def test_settings_the_paper_names(tiny, reference, name, length):
     check(tiny, reference, prompt_of(length), NAMED[name])
 
@@ -122,7 +128,7 @@ def test_token_mode_keeps_single_tokens(tiny, reference):
 
 
 @pytest.mark.parametrize("width", [None, 0, 1, 3, 13, 201])
-@pytest.mark.parametrize("length", [1, 5, 12, 100])
+@pytest.mark.parametrize("length", [5, 100])
 def test_pool_widths(tiny, reference, width, length):
     check(tiny, reference, prompt_of(length), Setting(width=width, chunk=8))
 
@@ -135,7 +141,7 @@ def test_no_pool_and_width_one_are_the_same(tiny):
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 32, 110])
-@pytest.mark.parametrize("rate", ["0.1", "0.3", "0.07", "0.5"])
+@pytest.mark.parametrize("rate", ["0.07", "0.3"])
 def test_chunk_sizes(tiny, reference, chunk, rate):
     """100 tokens in chunks of 1, 5, 32 and of more than the prompt; 0.07 of 100 chunks is exactly 7."""
     selection = check(tiny, reference, prompt_of(100), Setting(chunk=chunk, rate=rate))
@@ -214,17 +220,17 @@ def test_first_token_is_read_off_the_last_kept_token(tiny, reference):
 
 
 def test_bfloat16_keeps_what_float32_keeps(tiny):
-    """On at least 98 % of chunks over many prompts; and it is bfloat16 that ran."""
+    """On at least 98 % of the golden cases' chunks; and it is bfloat16 that ran."""
     model = load_tiny(dtype="bfloat16")
     same = total = 0
     differs = False
-    for seed in range(40):
-        ids = prompt_of(200 + 17 * seed, seed)
-        expected, actual = tiny.select(ids, NAMED["Full"].config), model.select(ids, NAMED["Full"].config)
-        differs |= not np.array_equal(expected.importance, actual.importance)
-        chunks = np.arange(len(expected.chunk_scores))
-        agree = np.isin(chunks, expected.kept_indices // 32) == np.isin(chunks, actual.kept_indices // 32)
-        same, total = same + int(agree.sum()), total + len(chunks)
+    for path in goldens():
+        g = np.load(path)
+        ids, config = g["ids"].tolist(), setting_of(g).config
+        actual = model.select(ids, config)
+        differs |= not np.array_equal(g["importance"], actual.importance)
+        expected = np.isin(np.arange(actual.num_chunks), g["kept"] // config.chunk_size)
+        same, total = same + int((expected == actual.kept_chunk_mask).sum()), total + actual.num_chunks
     assert differs
     assert same >= 0.98 * total, f"{same} of {total} chunks agree"
 

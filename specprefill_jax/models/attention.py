@@ -13,13 +13,16 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from specprefill_jax.cache import KVCache
 
-QUERY_BLOCK = 256
-KEY_BLOCK = 512
+QUERY_BLOCK = 512
+KEY_BLOCK = 256
+DIAGONAL_BLOCK = 256
 DECODE_KEY_BLOCK = 1024
+Carry = tuple[jax.Array, jax.Array, jax.Array]
 MASKED = -1e30  # finite: exp(MASKED - MASKED) must not be NaN
 
 
@@ -58,63 +61,104 @@ def attend(q: jax.Array, cache: KVCache, layer: jax.Array, start: jax.Array) -> 
     return _attend_one(q, cache, layer, start) if q.shape[1] == 1 else _attend_many(q, cache, layer, start)
 
 
-def _scores(q: jax.Array, k: jax.Array, scale: float) -> jax.Array:
-    """[R, H] x [S, H] -> [R, S] float32."""
-    return lax.dot_general(q, k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32) * scale
+def _key_block(most: int, capacity: int) -> int:
+    """Slots a step reads: at most half of them.
+
+    Where one block is the whole row, XLA takes the slice out of the loop, and then copies the whole cache instead of
+    updating it in place.
+    """
+    return max(1, min(most, capacity // 2))
 
 
 def _attend_many(q: jax.Array, cache: KVCache, layer: jax.Array, start: jax.Array) -> jax.Array:
     batch, tokens, heads, size = q.shape
-    kv_heads = cache.k.shape[2]
+    kv_heads, capacity = cache.k.shape[2:4]
     group = heads // kv_heads
     scale = 1.0 / math.sqrt(size)
-    key_block = min(KEY_BLOCK, cache.capacity)
+    key_block = _key_block(KEY_BLOCK, capacity)
     blocks = -(-tokens // QUERY_BLOCK)
-    rows = -(-tokens // blocks)
-    q = jnp.pad(q, ((0, 0), (0, blocks * rows - tokens), (0, 0), (0, 0)))
-    # [B, blocks*T', N, H] -> [B, K, blocks, G*T', H]: the heads that share keys make one tall matrix
-    q = q.reshape(batch, blocks, rows, kv_heads, group, size).transpose(0, 3, 1, 4, 2, 5)
-    q = q.reshape(batch * kv_heads * blocks, group * rows, size)
+    rows = min(-(-tokens // (blocks * 16)) * 16, tokens)
+    # Blocks of equal length; the last one overlaps the one before it rather than reach past the tokens.
+    offsets = [min(i * rows, tokens - rows) for i in range(blocks)]
+    # [B, T, N, H] -> [B, K, T*G, H]: the heads that share keys make one tall matrix, token by token
+    q = q.reshape(batch, tokens, kv_heads, group, size).transpose(0, 2, 1, 3, 4)
+    q = q.reshape(batch, kv_heads, tokens * group, size)
 
-    def block(args: tuple[jax.Array, jax.Array]) -> jax.Array:
-        index, qb = args
+    def block(index: jax.Array) -> jax.Array:
         b, head, i = index // (kv_heads * blocks), index // blocks % kv_heads, index % blocks
-        first = start[b] + i * rows
-        slot = first + jnp.tile(jnp.arange(rows), group)
+        offset = jnp.asarray(offsets, jnp.int32)[i]
+        first = start[b] + offset
+        qb = lax.dynamic_slice(q, (b, head, offset * group, 0), (1, 1, rows * group, size))[0, 0]
 
-        def step(j: jax.Array, carry: tuple[jax.Array, ...], masked: bool) -> tuple[jax.Array, ...]:
-            top, total, out = carry
-            at = (layer, b, head, j * key_block, 0)
-            k = lax.dynamic_slice(cache.k, at, (1, 1, 1, key_block, size)).reshape(key_block, size)
-            v = lax.dynamic_slice(cache.v, at, (1, 1, 1, key_block, size)).reshape(key_block, size)
-            s = _scores(qb, k, scale)
-            if masked:
-                s = jnp.where(j * key_block + jnp.arange(key_block) <= slot[:, None], s, MASKED)
-            new_top = jnp.maximum(top, s.max(axis=1))
-            p = jnp.exp(s - new_top[:, None])
-            keep = jnp.exp(top - new_top)
-            pv = lax.dot_general(p.astype(v.dtype), v, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-            return new_top, total * keep + p.sum(axis=1), out * keep[:, None] + pv
+        def keys(slot: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+            at, shape = (layer, b, head, slot, 0), (1, 1, 1, count, size)
+            return lax.dynamic_slice(cache.k, at, shape)[0, 0, 0], lax.dynamic_slice(cache.v, at, shape)[0, 0, 0]
 
-        height = qb.shape[0]
-        carry = (jnp.full((height,), MASKED), jnp.zeros((height,)), jnp.zeros((height, size)))
-        # Blocks wholly before the first query need no mask.
-        whole = (first + 1) // key_block
-        end = jnp.minimum(-(-(first + rows) // key_block), cache.capacity // key_block)
-        carry = lax.fori_loop(0, whole, lambda j, c: step(j, c, masked=False), carry)
-        _, total, out = lax.fori_loop(whole, end, lambda j, c: step(j, c, masked=True), carry)
-        return (out / total[:, None]).astype(q.dtype)
+        carry = (
+            jnp.full((rows * group,), MASKED),
+            jnp.zeros((rows * group,)),
+            jnp.zeros((rows * group, size)),
+        )
+        # Earlier slots: whole key blocks, then what is left before the first query.
+        whole = first // key_block
 
-    out = lax.map(block, (jnp.arange(q.shape[0]), q))
-    out = out.reshape(batch, kv_heads, blocks, group, rows, size).transpose(0, 2, 4, 1, 3, 5)
-    return out.reshape(batch, blocks * rows, heads, size)[:, :tokens]
+        def earlier(j: jax.Array, carry: Carry) -> Carry:
+            return _step(qb, *keys(j * key_block, key_block), carry, scale, None)
+
+        def rest(_: jax.Array, carry: Carry) -> Carry:
+            seen = whole * key_block + jnp.arange(key_block) < first
+            return _step(qb, *keys(whole * key_block, key_block), carry, scale, seen[None])
+
+        carry = lax.fori_loop(0, whole, earlier, carry)
+        carry = lax.fori_loop(0, (first % key_block > 0).astype(jnp.int32), rest, carry)
+        # The block's own slots, in narrow steps that leave out the rows before them.
+        done = []
+        for left in range(0, rows, DIAGONAL_BLOCK):
+            width = min(DIAGONAL_BLOCK, rows - left)
+            # A constant made on the host: XLA would redo the division for every score.
+            seen = jnp.arange(width) <= (np.arange((rows - left) * group, dtype=np.int32) // group)[:, None]
+            k, v = keys(first + left, width)
+            carry = _step(qb[left * group :], k, v, carry, scale, seen)
+            _, total, out = carry
+            done.append(out[: width * group] / total[: width * group, None])
+            carry = (carry[0][width * group :], total[width * group :], out[width * group :])
+        return jnp.concatenate(done).astype(q.dtype)
+
+    out = lax.map(block, jnp.arange(batch * kv_heads * blocks))
+    out = out.reshape(batch, kv_heads, blocks, rows, group, size)
+    fresh = blocks * rows - tokens  # rows of the last block that the one before it has, too
+    parts = [out[:, :, : blocks - 1].reshape(batch, kv_heads, -1, group, size), out[:, :, -1, fresh:]]
+    out = jnp.concatenate(parts, axis=2)
+    # [B, K, T, G, H] -> [B, T, N, H]
+    return out.transpose(0, 2, 1, 3, 4).reshape(batch, tokens, heads, size)
+
+
+def _step(q: jax.Array, k: jax.Array, v: jax.Array, carry: Carry, scale: float, seen: jax.Array | None) -> Carry:
+    """Online softmax over one more block of keys.
+
+    Args:
+        q: [R, H] queries.
+        k, v: [S, H] keys and values.
+        carry: (largest score [R], sum of exponentials [R], weighted sum of values [R, H]) so far, float32.
+        scale: of the scores.
+        seen: bool [R or 1, S], which keys each query sees; None for all.
+    """
+    top, total, out = carry
+    s = lax.dot_general(q, k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32) * scale
+    if seen is not None:
+        s = jnp.where(seen, s, MASKED)
+    new_top = jnp.maximum(top, s.max(axis=1))
+    p = jnp.exp(s - new_top[:, None])
+    keep = jnp.exp(top - new_top)
+    pv = lax.dot_general(p.astype(v.dtype), v, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    return new_top, total * keep + p.sum(axis=1), out * keep[:, None] + pv
 
 
 def _attend_one(q: jax.Array, cache: KVCache, layer: jax.Array, start: jax.Array) -> jax.Array:
     batch, _, heads, size = q.shape
     kv_heads = cache.k.shape[2]
     scale = 1.0 / math.sqrt(size)
-    key_block = min(DECODE_KEY_BLOCK, cache.capacity)
+    key_block = _key_block(DECODE_KEY_BLOCK, cache.capacity)
     # [B, 1, N, H] -> [B, K, G, H]
     q = q.reshape(batch, kv_heads, heads // kv_heads, size)
 

@@ -2,7 +2,8 @@
 
 Letters: B batch, T tokens, L layers, N query heads, K key heads, H head size, E embed, F feed-forward, V vocabulary.
 Numerics follow transformers' LlamaForCausalLM: RMSNorm in float32, rotation in float32, products accumulated in
-float32, everything else in the parameters' dtype.
+float32, everything else in the parameters' dtype; but the residual stream stays float32, so that a half-precision
+speculator ranks chunks more like a float32 one.
 """
 
 from collections.abc import Callable
@@ -38,10 +39,9 @@ def project(x: jax.Array, weight: jax.Array, bias: jax.Array | None, contract: i
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Root mean square norm over the last axis, computed in float32, in x's dtype."""
-    wide = x.astype(jnp.float32)
-    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return weight * wide.astype(x.dtype)
+    """Root mean square norm of float32 x over its last axis, in the weight's dtype."""
+    x = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return weight * x.astype(weight.dtype)
 
 
 class Block(nnx.Module):
@@ -76,10 +76,10 @@ class Block(nnx.Module):
         self.eps = c.rms_norm_eps
 
     def __call__(self, x: jax.Array, by: Rotation, attend: Attend) -> jax.Array:
-        """[B, T, E] -> [B, T, E].
+        """Float32 [B, T, E] -> float32 [B, T, E].
 
         Args:
-            x: hidden states.
+            x: the residual stream.
             by: rotation of each token to its position.
             attend: from q [B, T, N, H], k and v [B, T, K, H], q and k rotated, to the attention output [B, T, N, H];
                 it sees exactly the queries and keys that attention uses.
@@ -114,11 +114,11 @@ class Outer(nnx.Module):
         self.eps = c.rms_norm_eps
 
     def embedding(self, tokens: jax.Array) -> jax.Array:
-        """Token ids [B, T] -> [B, T, E]."""
-        return self.embed[...][tokens]
+        """Token ids [B, T] -> float32 [B, T, E]."""
+        return self.embed[...][tokens].astype(jnp.float32)
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """Hidden states [B, E] of one token a row -> float32 [B, V]."""
+        """Float32 hidden states [B, E] of one token a row -> float32 [B, V]."""
         x = rms_norm(x, self.norm[...], self.eps)
         precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
         weight, axis = (self.embed[...], 1) if self.head is None else (self.head[...], 0)

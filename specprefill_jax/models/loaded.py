@@ -51,7 +51,7 @@ class Step:
     """What one forward pass leaves behind."""
 
     hidden: jax.Array
-    """[B, E] hidden state, after the last layer, of the token that was asked for in each row."""
+    """[B, E] float32 hidden state, after the last layer, of the token that was asked for in each row."""
     queries: jax.Array | tuple[jax.Array, ...]
     """L arrays [B, N, H], or one stacked [L, B, N, H]: that token's queries, after RoPE, as attention used them."""
     cache: KVCache

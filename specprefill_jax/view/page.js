@@ -113,4 +113,8 @@
     go(parts.find((part) => +part.dataset.c >= +bar.dataset.c));
   });
   if (kept[0]) kept[0].tabIndex = 0;
+
+  // map.html#12 opens at chunk 12, counted from 1 as everywhere on the page.
+  const asked = /^#(\d+)$/.exec(location.hash);
+  if (asked) go(parts.find((part) => +part.dataset.c === asked[1] - 1));
 })();

@@ -10,7 +10,7 @@ from specprefill_jax.errors import argument_error
 from specprefill_jax.selection import Selection
 
 _REPLACEMENT = "\ufffd"
-_LONGEST_WAIT = 16  # tokens; a character has at most four bytes, so what is still broken after these is broken for good
+_LONGEST_PART = 3  # tokens of a character that is not complete: it has four bytes at most
 
 
 @dataclass(frozen=True)
@@ -116,25 +116,25 @@ def split_text(ids: Sequence[int], ends: Sequence[int], decode: Callable[[Sequen
     """Text of the tokens up to each of the ascending `ends`; the texts, joined, are exactly `decode(ids)`.
 
     A tokenizer decodes a token by what stands before it (leading spaces, bytes of one character), so a piece is what a
-    window of tokens says more than the same window without them. While a window ends inside a character its start stays
-    where it is.
+    window of tokens says more than the same window without them. An end inside a character steps back to its start.
     """
     full = decode(ids)
     cuts: list[int] = []
     start = read = base = 0  # the window [start:read] is context, and the text before token `read` is full[:base]
     context = ""
-    broken_since: int | None = None
     for end in ends:
-        text = decode(ids[start:end])
-        whole = text.rstrip(_REPLACEMENT)
-        if len(whole) < len(text):
-            broken_since = end if broken_since is None else broken_since
-            if end - broken_since > _LONGEST_WAIT:
-                whole = text
-        cuts.append(base + max(0, len(whole) - len(context)))
-        if len(whole) == len(text):
-            base, broken_since = cuts[-1], None
-            start, read = read, end
+        clean, text = end, decode(ids[start:end])
+        for clean in range(end, max(read, end - _LONGEST_PART) - 1, -1):
+            before = decode(ids[start:clean])
+            if not before.endswith(_REPLACEMENT):
+                text = before
+                break
+        else:  # no character's part is that long: the bytes are no text
+            clean = end
+        base += max(0, len(text) - len(context))
+        cuts.append(base)
+        if clean > read:
+            start, read = read, clean
             context = decode(ids[start:read])
     # Bytes that are no text may decode differently in a window: whatever they are, cuts stay in order and in the text.
     cuts = [int(cut) for cut in np.minimum(np.maximum.accumulate(cuts), len(full))]

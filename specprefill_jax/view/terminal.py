@@ -16,6 +16,7 @@ _INK = "#1d1a0f"
 _RANKED = ((255, 246, 201), (255, 186, 26))  # pale to strong: lowest to highest score
 _FORCED = ((214, 231, 247), (136, 185, 232))
 _BARS = " ▁▂▃▄▅▆▇█"
+_RATED = ("speculate", "main_prefill", "decode")  # phases whose tokens a second mean something
 _DROPPED = Style(dim=True)
 
 
@@ -42,7 +43,7 @@ def phase_table(report: Report) -> Table:
         laps = [_lap(run, name) for run in report.runs]
         row = [seconds(lap.seconds) if lap.seconds else "–" for lap in laps]
         if single:
-            rate = laps[0].tokens_per_second
+            rate = laps[0].tokens_per_second if name in _RATED else None
             row.append(percent(laps[0].seconds / single.timings.total) if single.timings.total else "–")
             row.append(f"{laps[0].tokens:,}" if laps[0].tokens else "")
             row.append(f"{rate:,.0f}" if rate and rate >= 10 else f"{rate:.1f}" if rate else "")

@@ -3,7 +3,9 @@
 import importlib.util
 import io
 import json
+import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +13,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tokenizers
 
 import specprefill_jax
 from specprefill_jax.config import SamplingParams, SpecPrefillConfig
 from specprefill_jax.errors import ArgumentError, CheckpointError
 from specprefill_jax.selection import Choice, Reason, Selection, plan
-from specprefill_jax.timing import PhaseClock
+from specprefill_jax.timing import PHASES, PhaseClock
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "generate.py"
@@ -152,9 +155,7 @@ def test_phases_add_up_to_the_wall_clock(command, fake, monkeypatch):
     monkeypatch.setattr(PhaseClock, "__init__", lambda self: original(self, now=lambda: next(steps)))
     _, out, _ = command(TEXT, "--json")
     run = json.loads(out)["runs"][0]
-    phases = [
-        run["timings"][name] for name in ("tokenise", "speculate", "score", "main_prefill", "first_token", "decode")
-    ]
+    phases = [run["timings"][name] for name in PHASES]
     assert sum(phases) == run["timings"]["total"] == 4.0
     assert run["wall_seconds"] == 5.0, "half a second on each side of the clock"
 
@@ -407,3 +408,61 @@ def test_a_broken_pipe_is_quiet(tmp_path):
     os.close(write)
     assert done.stderr == b""
     assert done.returncode == 141
+
+
+# With real models
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """The tiny pair with a tokenizer of bytes and a chat template."""
+    root = tmp_path_factory.mktemp("pair")
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = [chr(byte) for byte in printable] + [chr(256 + index) for index in range(len(others))]
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({letter: 5 + at for at, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    for name in ("tiny-main", "tiny-draft"):
+        shutil.copytree(ROOT / "tests" / "data" / "checkpoints" / name, root / name)
+        backend.save(str(root / name / "tokenizer.json"))
+        template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[answer]"
+        (root / name / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return ["--main", str(root / "tiny-main"), "--speculator", str(root / "tiny-draft")]
+
+
+def test_the_whole_way(pair, capsys, tmp_path):
+    page = tmp_path / "map.html"
+    flags = "--keep-rate 0.25 --min-predicted-gain 0 --max-tokens 8 --ignore-eos --compare --json --map"
+    argv = [TEXT, "--question", "Why?", *pair, *flags.split(), "--html", str(page)]
+    assert script.main(argv) == 0
+    said = capsys.readouterr()
+    report = json.loads(said.out)
+    tokens = len(f"[user]{TEXT}\n\nWhy?[answer]")
+    dense, sparse = report["runs"]
+    assert (dense["reason"], dense["kept_tokens"], dense["total_tokens"]) == ("disabled", tokens, tokens)
+    assert (sparse["reason"], sparse["total_tokens"]) == ("engaged", tokens)
+    assert len(report["selection"]["kept_chunk_ids"]) == math.ceil(math.ceil(tokens / 32) / 4)
+    for run in (dense, sparse):
+        assert run["new_tokens"] == 8
+        phases = [run["timings"][name] for name in PHASES]
+        assert sum(phases) == pytest.approx(run["wall_seconds"], rel=0.02, abs=0.02)
+    assert report["compile_seconds"] > 0
+    assert report["ceiling"] > 0
+    assert "tokens dropped ..." in said.err
+    assert "The main model read" in page.read_text(encoding="utf-8")
+
+
+def test_bad_models_and_prompts_are_one_line(pair, capsys, tmp_path):
+    for argv, said in (
+        ([TEXT, "--main", str(tmp_path), "--speculator", str(tmp_path)], str(tmp_path)),
+        ([TEXT, *pair, "--dtype", "float8"], "dtype='float8' is not allowed"),
+        (["word " * 2000, *pair], "context"),
+        ([TEXT, *pair, "--speculator-layers", "9"], "speculator_layers=9 is not allowed"),
+    ):
+        assert script.main([*argv, "--quiet"]) == 2
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert shown.err.startswith("error: ")
+        assert shown.err.count("\n") == 1, shown.err
+        assert said in shown.err
