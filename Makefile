@@ -13,12 +13,12 @@ PYTEST_ARGS ?=
 # The interpreter for the peer's environment, which is not ours.
 PEER_PYTHON ?= python3.11
 # The set-up that all the goals together want: with make -j, nothing runs in .venv while pip still changes it.
-READY := $(STAMPS)/$(if $(filter setup lint format,$(MAKECMDGOALS)),dev,$(if $(filter test,$(MAKECMDGOALS)),test,base))
+READY := $(STAMPS)/$(if $(filter setup lint format,$(MAKECMDGOALS)),dev,$(if $(filter test test-real,$(MAKECMDGOALS)),test,base))
 
-.PHONY: help setup demo test lint format bench peer clean distclean
+.PHONY: help setup demo test test-real lint format bench peer clean distclean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: $(READY)  ## make .venv with everything that tests, lint and scripts need
 
@@ -27,6 +27,9 @@ demo: $(READY)  ## a real Llama answers a question about a long text, read whole
 
 test: $(READY)  ## run the tests (PYTEST_ARGS="-k name" to choose)
 	@$(PY) -m pytest -n auto --maxprocesses 4 $(PYTEST_ARGS)
+
+test-real: $(READY)  ## SmolLM2-135M against its goldens; fetches the built-in model where it is not there yet
+	@SPECPREFILL_JAX_CACHE="$${SPECPREFILL_JAX_CACHE:-$${XDG_CACHE_HOME:-$$HOME/.cache}}" $(PY) -m pytest -m real tests/test_real_model.py
 
 lint: $(READY)  ## ruff, format check, mypy
 	@$(PY) -m ruff check specprefill_jax scripts tests
@@ -37,9 +40,10 @@ format: $(READY)  ## let ruff mend and format the code
 	@$(PY) -m ruff check --fix specprefill_jax scripts tests
 	@$(PY) -m ruff format specprefill_jax scripts tests
 
-bench: $(READY)  ## prefill rates and times to first token on this machine, into benchmarks/
-	@$(PY) scripts/bench_prefill.py
-	@$(PY) scripts/bench_ttft.py
+bench: $(READY)  ## prefill rates, times to first token and needles on this machine, into benchmarks/
+	@$(PY) scripts/bench_prefill.py --out benchmarks/prefill.json $(if $(wildcard build/peer/.stamp),--peer build/peer/bin/python)
+	@$(PY) scripts/bench_ttft.py --out benchmarks/ttft.json
+	@$(PY) scripts/eval_needle.py --out benchmarks/needle.json
 
 peer: build/peer/.stamp  ## make build/peer, the environment of the side-by-side benchmark (transformers and torch, CPU)
 

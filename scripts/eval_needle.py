@@ -66,7 +66,7 @@ def main(args: Args) -> int:
     text = " ".join(args.text.read_text(encoding="utf-8").split())
     sentences = [sentence.strip() + "." for sentence in text.split(". ") if sentence.strip()]
     rng = random.Random(args.seed)
-    sampling = SamplingParams(max_tokens=16)
+    sampling = SamplingParams(max_tokens=24)
     sparse = SpecPrefillConfig.paper(args.keep_rate, args.look_ahead)
     rows: list[dict[str, Any]] = []
     for case in range(args.cases):

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -146,15 +146,21 @@ class SpecPrefill:
         Raises:
             ArgumentError: an empty prompt, an id outside the vocabulary, or a prompt longer than the context.
         """
+        return self._encode(prompt)[0]
+
+    def _encode(self, prompt: Prompt) -> tuple[np.ndarray, int]:
+        """Token ids, and how many at the end are a chat template's header of the answer (0 for other prompts)."""
         if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes):
             raise argument_error("prompt", prompt, "text, chat messages or a flat sequence of integer token ids")
         if isinstance(prompt, str):
-            ids: Sequence[int] = self._tokenizer("prompt").encode(prompt)
-        elif len(prompt) and isinstance(prompt[0], Mapping):
-            ids = self._tokenizer("prompt").encode_chat(prompt)  # type: ignore[arg-type]
-        else:
-            ids = prompt  # type: ignore[assignment]
-        return self._checked(ids)
+            return self._checked(self._tokenizer("prompt").encode(prompt)), 0
+        if not (len(prompt) and isinstance(prompt[0], Mapping)):
+            return self._checked(cast(Sequence[int], prompt)), 0
+        tokenizer, chat = self._tokenizer("prompt"), cast(Sequence[Mapping[str, Any]], prompt)
+        ids = self._checked(tokenizer.encode_chat(chat))
+        without = tokenizer.encode_chat(chat, add_generation_prompt=False)
+        same = next((i for i, (a, b) in enumerate(zip(ids, without, strict=False)) if a != b), len(without))
+        return ids, max(0, len(ids) - same)
 
     def select(self, prompt: Prompt, config: SpecPrefillConfig | None = None) -> Selection:
         """Choose which tokens of a prompt the main model should read.
@@ -164,8 +170,8 @@ class SpecPrefill:
             SpecPrefillError: in paper mode, a speculator that failed.
         """
         config = config or SpecPrefillConfig()
-        ids = self.encode(prompt)
-        selection = self._select(ids, config, None)
+        ids, tail = self._encode(prompt)
+        selection = self._select(ids, tail, config, None)
         try:
             selection.check()
         except SpecPrefillError as error:
@@ -206,14 +212,14 @@ class SpecPrefill:
         clock = PhaseClock()
         sampling = sampling or SamplingParams()
         config = config or SpecPrefillConfig()
-        ids = self.encode(prompt)
+        ids, tail = self._encode(prompt)
         if len(ids) >= self.max_prompt_tokens:
             allowed = f"shorter than the context of {self.max_prompt_tokens} tokens, to leave room for an answer"
             raise ArgumentError(f"prompt of {len(ids)} tokens is not allowed: prompt must be {allowed}")
         if sampling.stop:
             self._tokenizer("stop")
         clock.count("tokenise", len(ids))
-        return self._stream(ids, sampling, config, clock)
+        return self._stream(ids, tail, sampling, config, clock)
 
     def warm_up(
         self, num_tokens: int, config: SpecPrefillConfig | None = None, sampling: SamplingParams | None = None
@@ -226,11 +232,11 @@ class SpecPrefill:
         with self.main.one_layer(), self.speculator.model.one_layer():
             for whole in (True, False):
                 settings = SpecPrefillConfig(enabled=False) if whole else config
-                for _, _ in zip(self._stream(ids, sampling, settings, PhaseClock()), range(3), strict=False):
+                for _, _ in zip(self._stream(ids, 0, sampling, settings, PhaseClock()), range(3), strict=False):
                     pass
 
     def _stream(
-        self, ids: np.ndarray, sampling: SamplingParams, config: SpecPrefillConfig, clock: PhaseClock
+        self, ids: np.ndarray, tail: int, sampling: SamplingParams, config: SpecPrefillConfig, clock: PhaseClock
     ) -> Iterator[Piece]:
         limit = min(sampling.max_tokens, self.max_prompt_tokens - len(ids))
         ends = set(sampling.stop_token_ids)
@@ -245,7 +251,7 @@ class SpecPrefill:
             [sampling.repetition_penalty],
             [secrets.randbits(32) if sampling.seed is None else sampling.seed],
         )
-        selection, step, slot = self._read(ids, config, limit, clock)
+        selection, step, slot = self._read(ids, tail, config, limit, clock)
         seen = None
         if sampling.repetition_penalty != 1.0:
             seen = seen_tokens(jnp.asarray(ids)[None], jnp.full((1,), len(ids)), self.main.config.vocab_size)
@@ -285,11 +291,11 @@ class SpecPrefill:
         yield Piece(closing, None, output)
 
     def _read(
-        self, ids: np.ndarray, config: SpecPrefillConfig, max_tokens: int, clock: PhaseClock
+        self, ids: np.ndarray, tail: int, config: SpecPrefillConfig, max_tokens: int, clock: PhaseClock
     ) -> tuple[Selection, Step, jax.Array]:
         """Select, prefill, and fall back to a dense prefill from a clean cache if the speculator fails."""
         marks = _Marks(clock, eager=self.main.layerwise)
-        selection = self._select(ids, config, marks)
+        selection = self._select(ids, tail, config, marks)
         step, slot = self._main_prefill(ids, selection, max_tokens)
         marks.reach(step.hidden, "first_token")
         clock.count("main_prefill", selection.plan.max_kept_tokens)
@@ -307,10 +313,11 @@ class SpecPrefill:
             clock.phase("first_token")
         return selection, step, slot
 
-    def _select(self, ids: np.ndarray, config: SpecPrefillConfig, marks: "_Marks | None") -> Selection:
+    def _select(self, ids: np.ndarray, tail: int, config: SpecPrefillConfig, marks: "_Marks | None") -> Selection:
         """Plan on the host, then enqueue speculation, scoring and choice on the device; waits for nothing."""
         look_ahead = config.look_ahead or self.default_look_ahead
-        planned = plan(len(ids), config, predicted_gain=partial(self._gain, len(ids), look_ahead))
+        gain = partial(self._gain, len(ids), look_ahead)
+        planned = plan(len(ids), config, generation_tail=tail, predicted_gain=gain)
         if not planned.engaged:
             if marks is not None:
                 marks.clock.phase("main_prefill")

@@ -177,3 +177,21 @@ def test_output_says_what_was_decided(tiny):
     assert output.selection.num_queries == 8
     assert 0.2 < output.selection.keep_rate < 0.35
     assert output.finish_reason == "length"
+
+
+class LongHeader:
+    """A tokenizer whose chat template ends with a header of 200 tokens."""
+
+    def encode_chat(self, messages, add_generation_prompt=True):
+        return prompt_of(2000) + ([7] * 200 if add_generation_prompt else [])
+
+
+def test_a_chats_generation_header_is_kept_whatever_its_length(tiny, monkeypatch):
+    """Longer than `tail_tokens`, and all of it is read; text given as ids has no header."""
+    config = SpecPrefillConfig(keep_rate=0.3, min_predicted_gain=0.0)
+    monkeypatch.setattr(tiny, "tokenizer", LongHeader())
+    chat = tiny.select([{"role": "user", "content": "anything"}], config)
+    assert chat.engaged
+    assert set(range(2000, 2200)) <= set(chat.kept_indices.tolist())
+    plain = tiny.select(prompt_of(2000) + [7] * 200, config)
+    assert len(plain.forced_chunks) == len(chat.forced_chunks) - 4

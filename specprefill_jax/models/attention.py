@@ -10,6 +10,7 @@ and an online softmax (Milakov and Gimelshein, arXiv 1805.02867) in float32.
 """
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -144,13 +145,15 @@ def _step(q: jax.Array, k: jax.Array, v: jax.Array, carry: Carry, scale: float, 
         seen: bool [R or 1, S], which keys each query sees; None for all.
     """
     top, total, out = carry
-    s = lax.dot_general(q, k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32) * scale
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    product = partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
+    s = product(q, k, (((1,), (1,)), ((), ()))) * scale
     if seen is not None:
         s = jnp.where(seen, s, MASKED)
     new_top = jnp.maximum(top, s.max(axis=1))
     p = jnp.exp(s - new_top[:, None])
     keep = jnp.exp(top - new_top)
-    pv = lax.dot_general(p.astype(v.dtype), v, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    pv = product(p.astype(v.dtype), v, (((1,), (0,)), ((), ())))
     return new_top, total * keep + p.sum(axis=1), out * keep[:, None] + pv
 
 
@@ -162,18 +165,21 @@ def _attend_one(q: jax.Array, cache: KVCache, layer: jax.Array, start: jax.Array
     # [B, 1, N, H] -> [B, K, G, H]
     q = q.reshape(batch, kv_heads, heads // kv_heads, size)
 
-    def step(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+
+    def step(j: jax.Array, carry: Carry) -> Carry:
         top, total, out = carry
         at = (layer, 0, 0, j * key_block, 0)
         k = lax.dynamic_slice(cache.k, at, (1, batch, kv_heads, key_block, size))[0]
         v = lax.dynamic_slice(cache.v, at, (1, batch, kv_heads, key_block, size))[0]
-        s = jnp.einsum("BKGH,BKSH->BKGS", q, k, preferred_element_type=jnp.float32) * scale
+        s = product("BKGH,BKSH->BKGS", q, k) * scale
         seen = j * key_block + jnp.arange(key_block) <= start[:, None]
         s = jnp.where(seen[:, None, None, :], s, MASKED)
         new_top = jnp.maximum(top, s.max(axis=-1))
         p = jnp.exp(s - new_top[..., None])
         keep = jnp.exp(top - new_top)
-        pv = jnp.einsum("BKGS,BKSH->BKGH", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        pv = product("BKGS,BKSH->BKGH", p.astype(v.dtype), v)
         return new_top, total * keep + p.sum(axis=-1), out * keep[..., None] + pv
 
     shape = q.shape[:3]

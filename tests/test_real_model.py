@@ -1,10 +1,5 @@
-"""SmolLM2-135M against its goldens: opt-in, for it needs a model of 540 MB and a minute.
+"""SmolLM2-135M against its goldens. `make test-real` runs it: it needs the built-in model (540 MB) and a minute."""
 
-SPECPREFILL_SMOLLM2 names the model (a folder, a .gguf file or a built-in name), SPECPREFILL_GOLDENS the folder with
-smollm2_*.npz.
-"""
-
-import os
 from pathlib import Path
 
 import numpy as np
@@ -13,22 +8,18 @@ from agreement import relative_error
 
 from specprefill_jax import SamplingParams, SpecPrefill, SpecPrefillConfig
 
-MODEL = os.environ.get("SPECPREFILL_SMOLLM2", "")
-GOLDENS = os.environ.get("SPECPREFILL_GOLDENS", "")
-
-pytestmark = pytest.mark.skipif(
-    not (MODEL and GOLDENS), reason="SPECPREFILL_SMOLLM2 and SPECPREFILL_GOLDENS are not set"
-)
+GOLDENS = sorted((Path(__file__).parent / "data" / "goldens").glob("smollm2_*.npz"))
+pytestmark = pytest.mark.real
 
 
 @pytest.fixture(scope="module")
 def smollm2():
-    return SpecPrefill.from_pretrained(main=MODEL, speculator=MODEL, dtype="float32")
+    return SpecPrefill.from_pretrained(main="smollm2-135m", speculator="smollm2-135m", dtype="float32")
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_golden(smollm2, number):
-    g = np.load(Path(GOLDENS) / f"smollm2_{number}.npz")
+@pytest.mark.parametrize("path", GOLDENS, ids=lambda path: path.stem)
+def test_golden(smollm2, path):
+    g = np.load(path)
     ids = g["ids"].tolist()
     config = SpecPrefillConfig.paper(
         keep_rate=float(str(g["rate"])),
