@@ -19,7 +19,9 @@ from specprefill_jax import SamplingParams, SpecPrefill, SpecPrefillConfig
 from specprefill_jax.machine import describe
 
 TEXT = Path(__file__).parent.parent / "examples" / "ferry-house.txt"
-QUESTION = "What is the special magic number mentioned in the text? Answer with the number only."
+QUESTION = "What is the special magic number mentioned in the text?"
+# The start of the answer is given, as RULER does, so that the look-ahead is spent on the number itself.
+ANSWER = "The special magic number mentioned in the text is"
 
 
 @dataclass
@@ -63,16 +65,20 @@ def main(args: Args) -> int:
     """Run the cases and report."""
     console = Console()
     model = SpecPrefill.from_pretrained(args.main, args.speculator, args.dtype)
+    if model.tokenizer is None:
+        raise SystemExit("the main model has no tokenizer, and this evaluation is made of text")
+    tokenizer = model.tokenizer
     text = " ".join(args.text.read_text(encoding="utf-8").split())
     sentences = [sentence.strip() + "." for sentence in text.split(". ") if sentence.strip()]
     rng = random.Random(args.seed)
-    sampling = SamplingParams(max_tokens=24)
+    sampling = SamplingParams(max_tokens=16)
     sparse = SpecPrefillConfig.paper(args.keep_rate, args.look_ahead)
     rows: list[dict[str, Any]] = []
     for case in range(args.cases):
         depth = (case + 0.5) / args.cases
         context, number = haystack(model, sentences, args.tokens, rng, depth)
-        prompt = [{"role": "user", "content": f"{context}\n\n{QUESTION}"}]
+        chat = tokenizer.render_chat([{"role": "user", "content": f"{context}\n\n{QUESTION}"}])
+        prompt = tokenizer.encode(chat + ANSWER, add_special_tokens=False)
         whole = model.generate(prompt, sampling, SpecPrefillConfig(enabled=False))
         kept = model.generate(prompt, sampling, sparse)
         row = {
