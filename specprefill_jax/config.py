@@ -88,7 +88,7 @@ def _check_ids(name: str, ids: object, allowed: str) -> tuple[int, ...]:
         raise argument_error(name, ids, allowed)
     values = tuple(ids)
     try:
-        return tuple(check_integer(name, token, 0) for token in values)
+        return tuple(check_integer(name, token, 0, 2**31 - 1) for token in values)
     except ValueError:
         raise argument_error(name, values, allowed) from None
 

@@ -3,7 +3,7 @@
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self, cast
 
@@ -14,7 +14,7 @@ import numpy as np
 from specprefill_jax import costs
 from specprefill_jax.cache import capacity_for
 from specprefill_jax.compilation import use_compilation_cache
-from specprefill_jax.config import SamplingParams, SpecPrefillConfig
+from specprefill_jax.config import SamplingParams, SpecPrefillConfig, check_integer
 from specprefill_jax.decode import Decoder, TokenLogprobs
 from specprefill_jax.errors import ArgumentError, SpecPrefillError, argument_error
 from specprefill_jax.importance import chunk_scores, token_importance
@@ -22,13 +22,15 @@ from specprefill_jax.models.checkpoint import open_checkpoint
 from specprefill_jax.models.loaded import LoadedLlama, Step, load
 from specprefill_jax.prefill import DEFAULT_CHUNK, bucket, padded, prefill
 from specprefill_jax.sampling import sampling_arrays, seen_tokens
-from specprefill_jax.selection import Choice, Plan, Reason, Selection, choose, gather, num_chunks, plan
+from specprefill_jax.selection import PADDING, Choice, Plan, Reason, Selection, choose, gather, num_chunks, plan
 from specprefill_jax.speculator import MAX_EOS_IDS, LookAhead, Speculator
 from specprefill_jax.timing import PhaseClock, Timings
 from specprefill_jax.tokens import StreamDecoder, Tokenizer, same_tokenizer
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]]
 """Text, chat messages, or token ids."""
+
+PROMPT_KINDS = "text, chat messages or a flat sequence of integer token ids"
 
 
 @dataclass(frozen=True)
@@ -113,18 +115,14 @@ class SpecPrefill:
         if mesh is not None:
             raise argument_error("mesh", mesh, "None (the default device): meshes are not supported yet")
         chunk = DEFAULT_CHUNK if prefill_chunk is None else prefill_chunk
-        if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
-            raise argument_error("prefill_chunk", prefill_chunk, "None or an integer of at least 1")
+        chunk = check_integer("prefill_chunk", chunk, 1, allowed="None or an integer of at least 1")
         opened = open_checkpoint(main)
         shared = os.fspath(main) == os.fspath(speculator)
         draft = opened if shared else open_checkpoint(speculator)
         layers = draft.config.num_layers
-        if speculator_layers is not None and (
-            isinstance(speculator_layers, bool)
-            or not isinstance(speculator_layers, int)
-            or not 1 <= speculator_layers <= layers
-        ):
-            raise argument_error("speculator_layers", speculator_layers, f"None or from 1 to the speculator's {layers}")
+        if speculator_layers is not None:
+            allowed = f"None or an integer from 1 to the speculator's {layers}"
+            speculator_layers = check_integer("speculator_layers", speculator_layers, 1, layers, allowed)
         tokenizer = opened.tokenizer()
         if not shared:
             same_tokenizer(tokenizer, draft.tokenizer(), opened.config.vocab_size, draft.config.vocab_size)
@@ -150,8 +148,9 @@ class SpecPrefill:
 
     def _encode(self, prompt: Prompt) -> tuple[np.ndarray, int]:
         """Token ids, and how many at the end are a chat template's header of the answer (0 for other prompts)."""
-        if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes):
-            raise argument_error("prompt", prompt, "text, chat messages or a flat sequence of integer token ids")
+        flat = prompt.ndim == 1 if isinstance(prompt, np.ndarray) else isinstance(prompt, Sequence)
+        if not flat or isinstance(prompt, bytes | bytearray | memoryview):
+            raise argument_error("prompt", prompt, PROMPT_KINDS)
         if isinstance(prompt, str):
             return self._checked(self._tokenizer("prompt").encode(prompt)), 0
         if not (len(prompt) and isinstance(prompt[0], Mapping)):
@@ -219,14 +218,18 @@ class SpecPrefill:
         if sampling.stop:
             self._tokenizer("stop")
         clock.count("tokenise", len(ids))
+        clock.stop()  # until the first piece is asked for
         return self._stream(ids, tail, sampling, config, clock)
 
     def warm_up(
         self, num_tokens: int, config: SpecPrefillConfig | None = None, sampling: SamplingParams | None = None
     ) -> None:
-        """Compile what a prompt of `num_tokens` tokens needs, whole and sparse, without doing all of its work."""
+        """Compile what a prompt of `num_tokens` tokens needs, whole and sparse, without doing all of its work.
+
+        Programs depend on the room for the answer and on what is sampled, so give the settings that will be used.
+        """
         config = config or SpecPrefillConfig()
-        sampling = sampling or SamplingParams(max_tokens=2)
+        sampling = replace(sampling or SamplingParams(), ignore_eos=True, stop=(), stop_token_ids=())
         ids = np.zeros(num_tokens, np.int32)
         self._checked(ids)
         with self.main.one_layer(), self.speculator.model.one_layer():
@@ -238,6 +241,7 @@ class SpecPrefill:
     def _stream(
         self, ids: np.ndarray, tail: int, sampling: SamplingParams, config: SpecPrefillConfig, clock: PhaseClock
     ) -> Iterator[Piece]:
+        clock.phase("tokenise")
         limit = min(sampling.max_tokens, self.max_prompt_tokens - len(ids))
         ends = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
@@ -254,7 +258,9 @@ class SpecPrefill:
         selection, step, slot = self._read(ids, tail, config, limit, clock)
         seen = None
         if sampling.repetition_penalty != 1.0:
-            seen = seen_tokens(jnp.asarray(ids)[None], jnp.full((1,), len(ids)), self.main.config.vocab_size)
+            padded_ids = np.zeros((1, bucket(len(ids))), np.int32)
+            padded_ids[0, : len(ids)] = ids
+            seen = _seen_tokens(padded_ids, np.full((1,), len(ids)), self.main.config.vocab_size)
         position = jnp.full((1,), len(ids), jnp.int32)
         decoded = self._decoder.tokens(
             step, position, slot, settings, seen, max_tokens=limit, logprobs=sampling.logprobs
@@ -274,7 +280,9 @@ class SpecPrefill:
             piece = text.push(token.token_id) if text is not None else ""
             parts.append(piece)
             stopped = token.token_id in ends or (text is not None and text.stopped)
+            clock.stop()  # what the caller does with a piece is not ours to count
             yield Piece(piece, token.token_id, None)
+            clock.phase("decode")
             if stopped:
                 reason = "stop"
                 break
@@ -322,8 +330,9 @@ class SpecPrefill:
             if marks is not None:
                 marks.clock.phase("main_prefill")
             return Selection(planned)
+        ends = self._look_ahead_ends(config)
         try:
-            return self._score(ids, planned, config, look_ahead, marks)
+            return self._score(ids, planned, config, look_ahead, ends, marks)
         except Exception as error:
             if config.mode == "paper":
                 raise SpecPrefillError(f"the speculator failed: {error}") from error
@@ -332,7 +341,13 @@ class SpecPrefill:
             return self._failed(ids, config, error)
 
     def _score(
-        self, ids: np.ndarray, planned: Plan, config: SpecPrefillConfig, look_ahead: int, marks: "_Marks | None"
+        self,
+        ids: np.ndarray,
+        planned: Plan,
+        config: SpecPrefillConfig,
+        look_ahead: int,
+        ends: tuple[int, ...],
+        marks: "_Marks | None",
     ) -> Selection:
         if marks is not None:
             marks.clock.phase("speculate", tokens=len(ids))
@@ -341,19 +356,20 @@ class SpecPrefill:
             raise ArgumentError(
                 f"prompt of {len(ids)} tokens is not allowed: it must fit the speculator's context of {limit} tokens"
             )
-        ahead = self.speculator.read(ids, look_ahead, self._look_ahead_ends(config))
+        ahead = self.speculator.read(ids, look_ahead, ends)
         if marks is not None:
             marks.reach(ahead.num_queries, "score")
         size = bucket(len(ids))
+        chunk_size = min(config.chunk_size, size)  # a chunk longer than the prompt is the prompt
         importance, scores, choice, num_queries, tokens = _score_and_choose(
             ahead,
             np.full((1,), len(ids), np.int32),
-            planned.forced_mask(num_chunks(size, config.chunk_size)),
+            planned.forced_mask(num_chunks(size, chunk_size)),
             planned.num_chunks,
             planned.kept_chunks,
             size=size,
             pool_width=config.pool_width or 0,
-            chunk_size=config.chunk_size,
+            chunk_size=chunk_size,
             kept_size=padded(planned.max_kept_tokens, self.prefill_chunk),
         )
         if marks is not None:
@@ -380,7 +396,8 @@ class SpecPrefill:
         else:
             prompt = np.zeros(bucket(len(ids)), np.int32)
             prompt[: len(ids)] = ids
-            kept, positions, count = _gather_row(prompt, selection.choice)
+            # The selection may come from a pipeline with another prefill chunk: its padding is not ours.
+            kept, positions, count = _gather_row(prompt, selection.choice, size=total)
         step = prefill(
             self.main,
             kept,
@@ -431,10 +448,13 @@ class SpecPrefill:
                 f"prompt of {len(ids)} tokens is not allowed: prompt must be at most {context} tokens, the main "
                 "model's context (dropped tokens make no room: kept ones keep their positions)"
             )
-        checked = np.asarray(ids)
-        if checked.ndim != 1 or checked.dtype.kind not in "iu":
-            kind = "text, chat messages or a flat sequence of integer token ids"
-            raise argument_error("prompt", list(ids)[:8], kind)
+        try:
+            checked = np.asarray(ids)
+        except ValueError:  # a ragged sequence
+            raise argument_error("prompt", list(ids)[:8], PROMPT_KINDS) from None
+        booleans = not isinstance(ids, np.ndarray) and any(isinstance(token, bool) for token in ids)
+        if checked.ndim != 1 or checked.dtype.kind not in "iu" or booleans:
+            raise argument_error("prompt", list(ids)[:8], PROMPT_KINDS)
         bad = np.flatnonzero((checked < 0) | (checked >= vocabulary))
         if bad.size:
             where = f"prompt[{bad[0]}]"
@@ -493,8 +513,13 @@ def _score_and_choose(
     return importance[0], scores, choice, ahead.num_queries[0], ahead.tokens[0]
 
 
-@jax.jit
-def _gather_row(prompt: jax.Array, choice: Choice) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The kept tokens [1, P], their positions [1, P], and how many they are [1]."""
-    tokens, positions = gather(prompt, choice.kept_indices)
+_seen_tokens = jax.jit(seen_tokens, static_argnums=2)
+
+
+@partial(jax.jit, static_argnames="size")
+def _gather_row(prompt: jax.Array, choice: Choice, *, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The kept tokens [1, size], their positions [1, size], and how many they are [1]."""
+    kept = choice.kept_indices[:size]
+    kept = jnp.pad(kept, (0, size - len(kept)), constant_values=PADDING)
+    tokens, positions = gather(prompt, kept)
     return tokens[None], positions[None], choice.kept_count[None]

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from specprefill_jax.errors import argument_error
 from specprefill_jax.models.loaded import LoadedLlama, Step
 
 Last = tuple[jax.Array, jax.Array | tuple[jax.Array, ...]]
@@ -70,6 +71,9 @@ def prefill(
     Returns:
         The last real token's hidden state and queries, and the cache: slot j of row b holds token j for j < count[b].
     """
+    if tokens.shape[1] != padded(size, chunk) or capacity < tokens.shape[1]:
+        # XLA would silently shift a slice that does not fit.
+        raise argument_error("tokens", tokens.shape, f"[B, {padded(size, chunk)}], and at most {capacity} slots long")
     cache = model.new_cache(tokens.shape[0], capacity)
     last: Last | None = None
     for offset, length in pieces(size, chunk):

@@ -84,6 +84,11 @@ class Timings:
         """All phases together, in seconds."""
         return sum(getattr(self, name) for name in PHASES)
 
+    def __str__(self) -> str:
+        """The phases for people: `first token after 9.36 s (tokenise 0.01, ...), total 10.10 s`."""
+        phases = ", ".join(f"{LABELS[name]} {getattr(self, name):.2f}" for name in PHASES if getattr(self, name) > 0)
+        return f"first token after {self.ttft:.2f} s, total {self.total:.2f} s ({phases})"
+
     def laps(self) -> Iterator[Lap]:
         """Yield every phase in order, those that took no time included."""
         for name in PHASES:

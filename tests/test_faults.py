@@ -12,7 +12,7 @@ from agreement import MAIN, SPECULATOR, load_tiny, prompt_of
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from specprefill_jax import SamplingParams, SpecPrefill, SpecPrefillConfig
+from specprefill_jax import ArgumentError, SamplingParams, SpecPrefill, SpecPrefillConfig
 
 NAN = math.nan
 
@@ -217,3 +217,25 @@ def test_prompt_longer_than_the_speculators_context(tmp_path):
     selection = model.select(prompt_of(257), config)
     assert selection.reason == "speculator_failed"
     assert "256" in selection.detail
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [np.array(5), [[1, 2], [3]], [True, 5], bytearray(b"abc"), memoryview(b"abc"), b"abc", None, 7, {3: 4}],
+    ids=["0-d", "ragged", "bools", "bytearray", "memoryview", "bytes", "None", "int", "dict"],
+)
+def test_prompts_that_are_no_flat_sequence(tiny, prompt):
+    with pytest.raises(ArgumentError, match=r"^prompt=.* must be text, chat messages or a flat sequence"):
+        tiny.encode(prompt)
+
+
+@pytest.mark.parametrize("ids", [tuple(range(17)), (2**40,)], ids=["many", "large"])
+def test_look_ahead_ends_are_checked_before_the_speculator(tiny, ids):
+    with pytest.raises(ArgumentError, match=r"^eos_token_ids="):
+        tiny.select([5] * 900, SpecPrefillConfig(eos_token_ids=ids, min_predicted_gain=0.0))
+
+
+def test_a_chunk_far_longer_than_the_prompt(tiny):
+    assert tiny.select([5] * 40, SpecPrefillConfig.paper(0.1, chunk_size=10**9)).kept_indices.tolist() == list(
+        range(40)
+    )

@@ -246,3 +246,31 @@ def test_paper_mode_raises_what_failed(tiny, in_a_row, monkeypatch, break_it):
         with pytest.raises(ValueError, match=match):
             tiny.select(prompt_of(case[0]), PAPER)
     assert run(tiny, case) == in_a_row[case]
+
+
+@pytest.mark.parametrize("chunk", [7, 100, 256])
+def test_a_selection_of_another_prefill_chunk(tiny, tiny_chunked, chunk):
+    """What one pipeline chose, another with a prefill chunk of its own reads correctly."""
+    ids = prompt_of(300)
+    config = SpecPrefillConfig.paper(0.8, eos_token_ids=())
+    selection = tiny.select(ids, config)
+    np.testing.assert_allclose(
+        tiny_chunked(chunk).prefill(ids, selection), tiny.prefill(ids, selection), rtol=1e-3, atol=1e-3
+    )
+
+
+def test_a_penalty_compiles_nothing_new_within_a_bucket(tiny):
+    penalty = SamplingParams(max_tokens=3, repetition_penalty=1.2, ignore_eos=True)
+    tiny.generate(prompt_of(500), penalty, DENSE)
+    with Compilations() as compiled:
+        tiny.generate(prompt_of(499), penalty, DENSE)
+    assert compiled.count == 0
+
+
+def test_warm_up_leaves_nothing_to_compile():
+    model = load_tiny(prefill_chunk=128)
+    model.warm_up(300, PAPER, GREEDY)
+    with Compilations() as compiled:
+        model.generate(prompt_of(300), GREEDY, PAPER)
+        model.generate(prompt_of(300), GREEDY, DENSE)
+    assert compiled.count == 0
