@@ -97,7 +97,11 @@ def main(args: Args) -> int:
     right = sum(row["sparse_right"] for row in answered)
     console.print(f"{right} of {len(answered)} cases that dense answers are answered at keep rate {args.keep_rate}")
     if args.out:
-        result = {**describe(), "settings": {k: v.name if isinstance(v, Path) else v for k, v in asdict(args).items()}, "cases": rows}
+        result = {
+            **describe(),
+            "settings": {k: v.name if isinstance(v, Path) else v for k, v in asdict(args).items()},
+            "cases": rows,
+        }
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     return 0 if answered and right >= args.expect * len(answered) else 1
