@@ -1,7 +1,6 @@
 """The way of a prompt: speculate, score, choose, prefill what was kept, decode."""
 
 import os
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -253,7 +252,7 @@ class SpecPrefill:
             [sampling.top_p],
             [sampling.min_p],
             [sampling.repetition_penalty],
-            [secrets.randbits(32) if sampling.seed is None else sampling.seed],
+            [sampling.seed],
         )
         selection, step, slot = self._read(ids, tail, config, limit, clock)
         seen = None
