@@ -15,7 +15,7 @@ PEER_PYTHON ?= python3.11
 # The set-up that all the goals together want: with make -j, nothing runs in .venv while pip still changes it.
 READY := $(STAMPS)/$(if $(filter setup lint format,$(MAKECMDGOALS)),dev,$(if $(filter test test-real,$(MAKECMDGOALS)),test,base))
 
-.PHONY: help setup demo test test-real lint format bench peer clean distclean
+.PHONY: help setup demo test test-real lint format bench aot peer clean distclean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -43,7 +43,11 @@ format: $(READY)  ## let ruff mend and format the code
 bench: $(READY)  ## prefill rates, times to first token and needles on this machine, into benchmarks/
 	@$(PY) scripts/bench_prefill.py --out benchmarks/prefill.json $(if $(wildcard build/peer/.stamp),--peer build/peer/bin/python)
 	@$(PY) scripts/bench_ttft.py --out benchmarks/ttft.json
+	@$(PY) scripts/bench_kernels.py --out benchmarks/kernels.json
 	@$(PY) scripts/eval_needle.py --out benchmarks/needle.json
+
+aot: build/aot/.stamp  ## compile the kernels for H100s and TPUs, which need not be here, and print what they would need
+	@build/aot/bin/python scripts/aot_report.py --out benchmarks/aot.json
 
 peer: build/peer/.stamp  ## make build/peer, the environment of the side-by-side benchmark (transformers and torch, CPU)
 
@@ -79,6 +83,12 @@ $(STAMPS)/test: $(STAMPS)/base
 $(STAMPS)/dev: $(STAMPS)/test
 	@echo "Installing what lint needs."
 	@$(call install,$(PY),--editable '.[dev]')
+	@touch $@
+
+build/aot/.stamp: pyproject.toml
+	@python=$$(scripts/find_python.sh) && echo "Making build/aot with $$("$$python" --version): the CUDA and TPU compilers. This is a large download." && \
+	"$$python" -m venv --clear build/aot
+	@$(call install,build/aot/bin/python,--editable '.[aot]')
 	@touch $@
 
 build/peer/.stamp:

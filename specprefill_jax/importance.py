@@ -1,21 +1,20 @@
 """Look-ahead queries and prompt keys -> token importance and chunk scores (arXiv 2502.02789, section 3).
 
 The order of operations matters and is the paper's: softmax over the prompt -> average pooling -> maximum over layers
-and heads -> mean over the queries that count -> mean over each chunk. A running maximum over layers and heads needs
-O(Q*S) memory: one head's scores at a time, never [L*N, Q, S].
+and heads -> mean over the queries that count -> mean over each chunk. The kernels do the first three.
 
 Letters: L layers, B batch, K key heads, N query heads, Q look-ahead queries, S prompt slots, H head size, C chunks.
 """
 
-import math
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax.sharding import Mesh
+
+from specprefill_jax.kernels.importance import pooled_maxima
 
 
-@partial(jax.jit, static_argnames=("size", "pool_width"))
 def token_importance(
     keys: jax.Array,
     queries: jax.Array,
@@ -24,72 +23,30 @@ def token_importance(
     *,
     size: int,
     pool_width: int,
+    backend: str | None = None,
+    mesh: Mesh | None = None,
 ) -> jax.Array:
     """Importance of every prompt token; all arithmetic in float32.
 
+    Under jit, where only chunk scores are asked for, the importance is not stored.
+
     Args:
-        keys: [L, B, K, S, H] post-RoPE keys, prompt token i in slot i: the speculator's cache as it lies. Slots from
-            num_tokens[b] on (padding, generated tokens) are ignored, whatever they hold.
+        keys: [L, B, K, S, H] post-RoPE keys, prompt token i in slot i: the speculator's cache as it lies.
         queries: [L, B, Q, N, H] post-RoPE queries of the last prompt token and of the generated tokens.
         num_tokens: [B] int32, M of each prompt, at least 1.
         num_queries: [B] int32, queries that count, at least 1.
         size: prompt slots to look at, at least every M (static).
         pool_width: odd, or 0 for no pooling (static).
+        backend: implementation of the kernel, see `kernels.importance.pooled_maxima` (static).
+        mesh: devices among which the heads are split (static).
 
     Returns:
         float32 [B, size]; zero from M on.
     """
-    layers, batch, kv_heads, _, width = keys.shape
-    count, heads = queries.shape[2:4]
-    group = heads // kv_heads
-    scale = 1.0 / math.sqrt(width)
-
-    def row(b: jax.Array) -> jax.Array:
-        real = jnp.arange(size) < num_tokens[b]
-
-        def head(i: jax.Array, most: jax.Array) -> jax.Array:
-            layer, n = i // heads, i % heads
-            q = lax.dynamic_slice(queries, (layer, b, 0, n, 0), (1, 1, count, 1, width)).reshape(count, width)
-            k = lax.dynamic_slice(keys, (layer, b, n // group, 0, 0), (1, 1, 1, size, width)).reshape(size, width)
-            # [Q, size]
-            s = lax.dot_general(
-                q.astype(jnp.float32),
-                k.astype(jnp.float32),
-                (((1,), (1,)), ((), ())),
-                precision=lax.Precision.HIGHEST,
-            )
-            s = jnp.where(real, s * scale, -jnp.inf)
-            p = jnp.exp(s - s.max(axis=1, keepdims=True))
-            p = p / p.sum(axis=1, keepdims=True)
-            return jnp.maximum(most, average_pool(p, pool_width))
-
-        most = lax.fori_loop(0, layers * heads, head, jnp.zeros((count, size), jnp.float32))
-        counted = (jnp.arange(count) < num_queries[b])[:, None]
-        mean = jnp.where(counted, most, 0).sum(axis=0) / num_queries[b]
-        return jnp.where(real, mean, 0)
-
-    return lax.map(row, jnp.arange(batch))
-
-
-def average_pool(x: jax.Array, width: int) -> jax.Array:
-    """Average of the `width` (odd) entries around each one along the last axis: zero padded, always over `width`.
-
-    Window sums by doubling: log2(width) additions, exact where a difference of running sums would cancel.
-    """
-    if width <= 1:
-        return x
-    length = x.shape[-1]
-    sums = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(width // 2, width // 2)])
-    total, offset, power = jnp.zeros_like(x), 0, 1
-    while True:
-        # Here sums[i] is the sum of `power` padded entries from i on.
-        if width & power:
-            total = total + sums[..., offset : offset + length]
-            offset += power
-        if power * 2 > width:
-            return total / width
-        sums = sums[..., :-power] + sums[..., power:]
-        power *= 2
+    maxima = pooled_maxima(keys, queries, num_tokens, size=size, pool_width=pool_width, backend=backend, mesh=mesh)
+    counted = (jnp.arange(queries.shape[2]) < num_queries[:, None])[:, :, None]
+    # [B, Q, size] -> [B, size]
+    return jnp.where(counted, maxima, 0).sum(axis=1) / num_queries[:, None]
 
 
 @partial(jax.jit, static_argnames="chunk_size")

@@ -16,14 +16,15 @@ from specprefill_jax.compilation import use_compilation_cache
 from specprefill_jax.config import SamplingParams, SpecPrefillConfig, check_integer
 from specprefill_jax.decode import Decoder, TokenLogprobs
 from specprefill_jax.errors import ArgumentError, SpecPrefillError, argument_error
-from specprefill_jax.importance import chunk_scores, token_importance
+from specprefill_jax.kernels.backend import choose_backend
 from specprefill_jax.models.checkpoint import open_checkpoint
 from specprefill_jax.models.loaded import LoadedLlama, Step, load
 from specprefill_jax.prefill import DEFAULT_CHUNK, bucket, padded, prefill
 from specprefill_jax.sampling import sampling_arrays, seen_tokens
-from specprefill_jax.selection import PADDING, Choice, Plan, Reason, Selection, choose, gather, num_chunks, plan
-from specprefill_jax.speculator import MAX_EOS_IDS, LookAhead, Speculator
-from specprefill_jax.timing import PhaseClock, Timings
+from specprefill_jax.scoring import kept_batch, score_and_choose
+from specprefill_jax.selection import Plan, Reason, Selection, num_chunks, plan
+from specprefill_jax.speculator import MAX_EOS_IDS, Speculator
+from specprefill_jax.timing import Marks, PhaseClock, Timings
 from specprefill_jax.tokens import StreamDecoder, Tokenizer, same_tokenizer
 
 Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]]
@@ -74,6 +75,7 @@ class SpecPrefill:
         prefill_chunk: int = DEFAULT_CHUNK,
         default_look_ahead: int = 8,
         machine: costs.Machine | None = None,
+        kernels: str | None = None,
     ):
         """Combine two loaded models that share a vocabulary; see `from_pretrained` for the usual way."""
         self.main = main
@@ -81,6 +83,7 @@ class SpecPrefill:
         self.prefill_chunk = prefill_chunk
         self.default_look_ahead = default_look_ahead
         self.machine = machine or costs.default_machine(jax.default_backend())
+        self.kernels = choose_backend(kernels)
         self.speculator = Speculator(speculator, prefill_chunk)
         self._decoder = Decoder(main)
 
@@ -94,6 +97,7 @@ class SpecPrefill:
         *,
         speculator_layers: int | None = None,
         prefill_chunk: int | None = None,
+        kernels: str | None = None,
     ) -> Self:
         """Load a pair of models.
 
@@ -105,6 +109,8 @@ class SpecPrefill:
             speculator_layers: use only the speculator's first so many layers; it then scores with the prompt's last
                 token alone unless a config asks for a look-ahead.
             prefill_chunk: tokens a forward pass reads at most (default 1,024).
+            kernels: what scores and chooses: "reference" (plain JAX), "triton" (GPU), "mosaic_tpu" (TPU), or the latter
+                two with "_interpret" (any machine, for tests). None: the one for the platform.
 
         Raises:
             ArgumentError: a bad argument.
@@ -115,6 +121,7 @@ class SpecPrefill:
             raise argument_error("mesh", mesh, "None (the default device): meshes are not supported yet")
         chunk = DEFAULT_CHUNK if prefill_chunk is None else prefill_chunk
         chunk = check_integer("prefill_chunk", chunk, 1, allowed="None or an integer of at least 1")
+        backend = choose_backend(kernels)
         opened = open_checkpoint(main)
         shared = os.fspath(main) == os.fspath(speculator)
         draft = opened if shared else open_checkpoint(speculator)
@@ -130,7 +137,14 @@ class SpecPrefill:
         whole = shared and speculator_layers in (None, layers)
         draft_model = main_model if whole else load(draft, dtype, num_layers=speculator_layers)
         default_look_ahead = 8 if speculator_layers in (None, layers) else 1
-        return cls(main_model, draft_model, tokenizer, prefill_chunk=chunk, default_look_ahead=default_look_ahead)
+        return cls(
+            main_model,
+            draft_model,
+            tokenizer,
+            prefill_chunk=chunk,
+            default_look_ahead=default_look_ahead,
+            kernels=backend,
+        )
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -183,6 +197,8 @@ class SpecPrefill:
         ids = self.encode(prompt)
         if selection.num_tokens != len(ids):
             raise argument_error("selection", selection, f"a selection of this prompt, of {len(ids)} tokens")
+        if selection.prompt is not None and not np.array_equal(selection.prompt, ids):
+            raise argument_error("selection", selection, "a selection of this prompt, not of another as long")
         step, _ = self._main_prefill(ids, selection, 0)
         return np.asarray(self.main.logits(self.main.weights, step.hidden)[0])
 
@@ -257,9 +273,7 @@ class SpecPrefill:
         selection, step, slot = self._read(ids, tail, config, limit, clock)
         seen = None
         if sampling.repetition_penalty != 1.0:
-            padded_ids = np.zeros((1, bucket(len(ids))), np.int32)
-            padded_ids[0, : len(ids)] = ids
-            seen = _seen_tokens(padded_ids, np.full((1,), len(ids)), self.main.config.vocab_size)
+            seen = _seen_tokens(_padded_ids(ids), np.full((1,), len(ids)), self.main.config.vocab_size)
         position = jnp.full((1,), len(ids), jnp.int32)
         decoded = self._decoder.tokens(
             step, position, slot, settings, seen, max_tokens=limit, logprobs=sampling.logprobs
@@ -301,7 +315,7 @@ class SpecPrefill:
         self, ids: np.ndarray, tail: int, config: SpecPrefillConfig, max_tokens: int, clock: PhaseClock
     ) -> tuple[Selection, Step, jax.Array]:
         """Select, prefill, and fall back to a dense prefill from a clean cache if the speculator fails."""
-        marks = _Marks(clock, eager=self.main.layerwise)
+        marks = Marks(clock, eager=self.main.layerwise)
         selection = self._select(ids, tail, config, marks)
         step, slot = self._main_prefill(ids, selection, max_tokens)
         marks.reach(step.hidden, "first_token")
@@ -320,7 +334,7 @@ class SpecPrefill:
             clock.phase("first_token")
         return selection, step, slot
 
-    def _select(self, ids: np.ndarray, tail: int, config: SpecPrefillConfig, marks: "_Marks | None") -> Selection:
+    def _select(self, ids: np.ndarray, tail: int, config: SpecPrefillConfig, marks: Marks | None) -> Selection:
         """Plan on the host, then enqueue speculation, scoring and choice on the device; waits for nothing."""
         look_ahead = config.look_ahead or self.default_look_ahead
         gain = partial(self._gain, len(ids), look_ahead)
@@ -346,7 +360,7 @@ class SpecPrefill:
         config: SpecPrefillConfig,
         look_ahead: int,
         ends: tuple[int, ...],
-        marks: "_Marks | None",
+        marks: Marks | None,
     ) -> Selection:
         if marks is not None:
             marks.clock.phase("speculate", tokens=len(ids))
@@ -360,16 +374,18 @@ class SpecPrefill:
             marks.reach(ahead.num_queries, "score")
         size = bucket(len(ids))
         chunk_size = min(config.chunk_size, size)  # a chunk longer than the prompt is the prompt
-        importance, scores, choice, num_queries, tokens = _score_and_choose(
+        importance, scores, choice, num_queries, tokens = score_and_choose(
             ahead,
+            _padded_ids(ids),
             np.full((1,), len(ids), np.int32),
-            planned.forced_mask(num_chunks(size, chunk_size)),
-            planned.num_chunks,
-            planned.kept_chunks,
+            planned.forced_mask(num_chunks(size, chunk_size))[None],
+            np.full((1,), planned.num_chunks, np.int32),
+            np.full((1,), planned.kept_chunks, np.int32),
             size=size,
             pool_width=config.pool_width or 0,
             chunk_size=chunk_size,
             kept_size=padded(planned.max_kept_tokens, self.prefill_chunk),
+            backend=self.kernels,
         )
         if marks is not None:
             marks.reach(choice.kept_count, "main_prefill")
@@ -380,6 +396,7 @@ class SpecPrefill:
             importance=importance,
             num_queries=num_queries,
             look_ahead_tokens=tokens,
+            prompt=ids,
         )
 
     def _main_prefill(self, ids: np.ndarray, selection: Selection, max_tokens: int) -> tuple[Step, jax.Array]:
@@ -393,10 +410,8 @@ class SpecPrefill:
             positions = jnp.arange(total, dtype=jnp.int32)[None]
             count = jnp.full((1,), size, jnp.int32)
         else:
-            prompt = np.zeros(bucket(len(ids)), np.int32)
-            prompt[: len(ids)] = ids
             # The selection may come from a pipeline with another prefill chunk: its padding is not ours.
-            kept, positions, count = _gather_row(prompt, selection.choice, size=total)
+            kept, positions, count = kept_batch(selection.choice, size=total)
         step = prefill(
             self.main,
             kept,
@@ -461,64 +476,11 @@ class SpecPrefill:
         return checked.astype(np.int32)
 
 
-@dataclass
-class _Marks:
-    """Ends phases of the clock when their results are ready, without holding up what is enqueued behind them.
-
-    Where a whole pass is one program, everything is enqueued first and the results are waited for in their order. A
-    layerwise model fills the queue of the CPU's runtime, so that the host would only get to wait when all is over:
-    there each phase is waited for at once, which costs nothing, host and device being the same.
-    """
-
-    clock: PhaseClock
-    eager: bool
-
-    def __post_init__(self) -> None:
-        self._open: list[tuple[jax.Array, str]] = []
-
-    def reach(self, result: jax.Array, following: str) -> None:
-        """When `result` is ready, the clock goes over to phase `following`."""
-        self._open.append((result, following))
-        if self.eager:
-            self.settle()
-
-    def settle(self) -> None:
-        """Wait for every result so far."""
-        for result, following in self._open:
-            jax.block_until_ready(result)
-            self.clock.phase(following)
-        self._open.clear()
-
-
-@partial(jax.jit, static_argnames=("size", "pool_width", "chunk_size", "kept_size"))
-def _score_and_choose(
-    ahead: LookAhead,
-    length: jax.Array,
-    forced: jax.Array,
-    chunks: jax.Array,
-    kept_chunks: jax.Array,
-    *,
-    size: int,
-    pool_width: int,
-    chunk_size: int,
-    kept_size: int,
-) -> tuple[jax.Array, jax.Array, Choice, jax.Array, jax.Array]:
-    """One prompt's importance [size], chunk scores [C], choice, number of queries that count, look-ahead tokens [Q]."""
-    importance = token_importance(
-        ahead.cache.k, ahead.queries, length, ahead.num_queries, size=size, pool_width=pool_width
-    )
-    scores = chunk_scores(importance, length, chunk_size=chunk_size)[0]
-    choice = choose(scores, forced, chunks, kept_chunks, length[0], chunk_size=chunk_size, size=kept_size)
-    return importance[0], scores, choice, ahead.num_queries[0], ahead.tokens[0]
-
-
 _seen_tokens = jax.jit(seen_tokens, static_argnums=2)
 
 
-@partial(jax.jit, static_argnames="size")
-def _gather_row(prompt: jax.Array, choice: Choice, *, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The kept tokens [1, size], their positions [1, size], and how many they are [1]."""
-    kept = choice.kept_indices[:size]
-    kept = jnp.pad(kept, (0, size - len(kept)), constant_values=PADDING)
-    tokens, positions = gather(prompt, kept)
-    return tokens[None], positions[None], choice.kept_count[None]
+def _padded_ids(ids: np.ndarray) -> np.ndarray:
+    """A prompt as int32 [1, bucket]."""
+    out = np.zeros((1, bucket(len(ids))), np.int32)
+    out[0, : len(ids)] = ids
+    return out

@@ -1,8 +1,8 @@
 """Chunk scores -> which tokens the main model reads, and why.
 
 `plan` decides on the host, before the speculator runs, whether a prompt is read in part at all and how many chunks are
-kept, so every later shape is known. `choose` picks the chunks on the device, with no word to the host. `Selection` is
-what a caller sees: it fetches from the device when it is first asked.
+kept, so every later shape is known. The chunk top-k kernel picks the chunks on the device, with no word to the host.
+`Selection` is what a caller sees: it fetches from the device when it is first asked.
 """
 
 import math
@@ -10,18 +10,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
-from functools import cached_property, partial
-from typing import Any, NamedTuple, Self
+from functools import cached_property
+from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specprefill_jax.config import SpecPrefillConfig, check_flag, check_integer, check_real, check_spans
 from specprefill_jax.errors import SpecPrefillError, argument_error
-
-PADDING = -1
-"""Value of `Choice.kept_indices` past the last kept token."""
+from specprefill_jax.kernels.chunk_topk import Choice
 
 
 class Reason(StrEnum):
@@ -178,101 +175,6 @@ def plan(
     return sparse if gain >= config.min_predicted_gain else sparse.read_whole(Reason.LOW_PREDICTED_GAIN)
 
 
-class Choice(NamedTuple):
-    """What `choose` gives, all on the device."""
-
-    kept_indices: jax.Array
-    """int32 [size]: token indices of the prompt, ascending, then `PADDING`."""
-    kept_count: jax.Array
-    """int32 scalar: how many of them are tokens."""
-    kept_chunk_mask: jax.Array
-    """bool [C_pad]: the kept chunks."""
-    ok: jax.Array
-    """bool scalar: False if a score was NaN or infinite, or the arguments do not fit together."""
-
-
-@partial(jax.jit, static_argnames=("chunk_size", "size"))
-def choose(
-    chunk_scores: jax.Array,
-    forced: jax.Array,
-    num_chunks: jax.Array | int,
-    kept_chunks: jax.Array | int,
-    num_tokens: jax.Array | int,
-    *,
-    chunk_size: int,
-    size: int,
-) -> Choice:
-    """Keep `kept_chunks` chunks: the forced ones, then those of highest score, ties to the lower chunk.
-
-    Equal to a stable descending sort, but with none: a 32-step search for the lowest kept score, so that 131,072
-    chunks of one token cost milliseconds on a CPU. One compiled program serves every prompt that fits C_pad and size.
-
-    Args:
-        chunk_scores: float32 [C_pad]; entries past `num_chunks` are ignored, whatever they hold.
-        forced: bool [C_pad], likewise; at most `kept_chunks` are True.
-        num_chunks: int32 scalar, chunks of this prompt, 1 to C_pad.
-        kept_chunks: int32 scalar, 1 to num_chunks.
-        num_tokens: int32 scalar, tokens of this prompt.
-        chunk_size: tokens a chunk (static).
-        size: length of `kept_indices` (static), at least `Plan.max_kept_tokens`.
-
-    Returns:
-        `Choice`. -0.0 ties with 0.0. A NaN ranks last, but clears `ok`, as does an infinite score, too many forced
-        chunks, a `kept_chunks` or `num_chunks` out of range and a `size` that is too small.
-    """
-    padded = chunk_scores.shape[0]
-    scores = chunk_scores.astype(jnp.float32)
-    chunk = jnp.arange(padded, dtype=jnp.int32)
-    valid = chunk < num_chunks
-    forced = forced & valid
-
-    # Floats as unsigned integers of the same order; zeros meet in the integer domain, where nothing flushes denormals.
-    bits = jax.lax.bitcast_convert_type(scores, jnp.uint32)
-    bits = jnp.where(bits & 0x7FFFFFFF == 0, jnp.uint32(0), bits)
-    key = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-    key = jnp.where(jnp.isnan(scores), jnp.uint32(1), key)
-    key = jnp.where(forced, jnp.uint32(0xFFFFFFFF), key)
-    key = jnp.where(valid, key, jnp.uint32(0))
-
-    def search(step: jax.Array, lowest: jax.Array) -> jax.Array:
-        candidate = lowest | (jnp.uint32(1) << (31 - step).astype(jnp.uint32))
-        return jnp.where(jnp.sum(key >= candidate, dtype=jnp.int32) >= kept_chunks, candidate, lowest)
-
-    lowest = jax.lax.fori_loop(0, 32, search, jnp.uint32(0))
-    above = key > lowest
-    ties = (key == lowest) & valid
-    room = kept_chunks - jnp.sum(above, dtype=jnp.int32)
-    mask = above | (ties & (jnp.cumsum(ties, dtype=jnp.int32) <= room))
-
-    # [C_pad] -> [slots]: ids of the kept chunks, ascending
-    slots = min(-(-size // chunk_size), padded)
-    slot = jnp.where(mask, jnp.cumsum(mask, dtype=jnp.int32) - 1, slots)
-    kept = jnp.zeros(slots, jnp.int32).at[slot].set(chunk, mode="drop")
-    count = jnp.sum(jnp.where(mask, jnp.minimum(num_tokens - chunk * chunk_size, chunk_size), 0), dtype=jnp.int32)
-
-    # [slots] -> [size]: their tokens; only the last kept chunk can be short, so padding is at the end alone
-    token = jnp.arange(size, dtype=jnp.int32)
-    indices = kept[jnp.minimum(token // chunk_size, slots - 1)] * chunk_size + token % chunk_size
-    ok = (
-        jnp.all(jnp.isfinite(scores) | ~valid)
-        & (jnp.sum(forced, dtype=jnp.int32) <= kept_chunks)
-        & (kept_chunks >= 1)
-        & (kept_chunks <= num_chunks)
-        & (num_chunks <= padded)
-        & (num_tokens > (num_chunks - 1) * chunk_size)
-        & (num_tokens <= num_chunks * chunk_size)
-        & (count <= size)
-    )
-    return Choice(jnp.where(token < count, indices, PADDING), jnp.minimum(count, size), mask, ok)
-
-
-def gather(tokens: jax.Array, kept_indices: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The kept tokens [size] of `tokens` [S] and their original positions int32 [size]; both 0 in the padding."""
-    kept = kept_indices >= 0
-    positions = jnp.where(kept, kept_indices, 0)
-    return jnp.where(kept, tokens[positions], 0), positions
-
-
 class Selection:
     """Which tokens of one prompt the main model reads, and why.
 
@@ -291,23 +193,27 @@ class Selection:
         num_queries: jax.Array | int = 0,
         look_ahead_tokens: jax.Array | Iterable[int] = (),
         detail: str | None = None,
+        prompt: np.ndarray | None = None,
     ) -> None:
         """Wrap a plan and, if it is engaged, the device's results.
 
         Args:
             plan: the host's decision; one that is not engaged needs nothing else.
-            choice: from `choose`. Required if the plan is engaged, not allowed otherwise.
+            choice: from the chunk top-k kernel, of this prompt alone (no B). Required if the plan is engaged, not
+                allowed otherwise.
             chunk_scores: float32 [>= C].
             importance: float32 [>= M].
             num_queries: int32 scalar, queries that counted.
             look_ahead_tokens: int32 [>= num_queries], tokens the speculator generated.
             detail: words for people beside the reason, such as the error that made a speculator fail.
+            prompt: int [M], the token ids that `choice` is of.
         """
         if plan.engaged != (choice is not None):
             raise argument_error("choice", choice, "given exactly when the plan is engaged")
         self.plan = plan
         self.choice = choice
         self.detail = detail
+        self.prompt = prompt
         self._device = (chunk_scores, importance, num_queries, look_ahead_tokens)
 
     @classmethod
@@ -424,7 +330,7 @@ class Selection:
                     f"({bad.size} of {self.num_chunks} chunks are not; the speculator's weights or dtype overflow)"
                 )
             raise SpecPrefillError(
-                f"choice.ok=False is not allowed: choose() must be given finite scores and the numbers of {self.plan}"
+                f"choice.ok=False is not allowed: chunk_topk must be given finite scores and the numbers of {self.plan}"
             )
         known = self.plan.num_kept_tokens
         if known is not None and known != int(choice.kept_count):

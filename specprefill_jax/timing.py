@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import jax
+
 from specprefill_jax.errors import argument_error
 
 PHASES = ("tokenise", "speculate", "score", "main_prefill", "first_token", "decode")
@@ -160,3 +162,32 @@ def _known(name: str) -> str:
     if name not in PHASES:
         raise argument_error("phase", name, f"one of {', '.join(PHASES)}")
     return name
+
+
+@dataclass
+class Marks:
+    """Ends phases of the clock when their results are ready, without holding up what is enqueued behind them.
+
+    Where a whole pass is one program, everything is enqueued first and the results are waited for in their order. A
+    layerwise model fills the queue of the CPU's runtime, so that the host would only get to wait when all is over:
+    there each phase is waited for at once, which costs nothing, host and device being the same.
+    """
+
+    clock: PhaseClock
+    eager: bool
+
+    def __post_init__(self) -> None:
+        self._open: list[tuple[jax.Array, str]] = []
+
+    def reach(self, result: jax.Array, following: str) -> None:
+        """When `result` is ready, the clock goes over to phase `following`."""
+        self._open.append((result, following))
+        if self.eager:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for every result so far."""
+        for result, following in self._open:
+            jax.block_until_ready(result)
+            self.clock.phase(following)
+        self._open.clear()

@@ -6,16 +6,17 @@ from decimal import ROUND_CEILING, Decimal
 from functools import partial
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chunks import choose
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from specprefill_jax.config import SpecPrefillConfig
 from specprefill_jax.errors import ArgumentError
-from specprefill_jax.selection import PADDING, Plan, Reason, Selection, budget, choose, gather, num_chunks, plan
+from specprefill_jax.kernels.chunk_topk import PADDING
+from specprefill_jax.selection import Plan, Reason, Selection, budget, num_chunks, plan
 
 GOLDENS = sorted((Path(__file__).parent / "data" / "goldens").glob("tiny_*.npz"))
 PADDED = 48
@@ -291,7 +292,7 @@ def test_choose_equals_the_slow_version(scores, chunk, data):
     choice = run(scores, forced, kept, tokens, chunk)
     expected_chunks, expected = slow_choice(scores, forced, kept, tokens, chunk)
 
-    indices, count, mask = map(np.asarray, choice[:3])
+    indices, count, mask = map(np.asarray, (choice.kept_indices, choice.kept_count, choice.kept_chunk_mask))
     assert bool(choice.ok)
     assert mask.sum() == kept
     assert np.flatnonzero(mask).tolist() == expected_chunks
@@ -446,11 +447,3 @@ def test_goldens(case):
     )  # fmt: skip
     np.testing.assert_array_equal(selection.kept_indices, g["kept"])
     assert selection.look_ahead_tokens == g["lookahead_tokens"][: int(g["valid"])].tolist()
-
-
-def test_gather():
-    kept = jnp.array([0, 2, 3, PADDING], jnp.int32)
-    tokens, positions = jax.jit(gather)(jnp.array([7, 8, 9, 10], jnp.int32), kept)
-    assert tokens.tolist() == [7, 9, 10, 0]
-    assert positions.tolist() == [0, 2, 3, 0]
-    assert tokens.dtype == positions.dtype == jnp.int32

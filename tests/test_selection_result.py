@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chunks import choose
 
 from specprefill_jax import selection as module
 from specprefill_jax.config import SpecPrefillConfig
 from specprefill_jax.errors import ArgumentError, SpecPrefillError
-from specprefill_jax.selection import Choice, Reason, Selection, choose, plan
+from specprefill_jax.kernels.chunk_topk import Choice
+from specprefill_jax.selection import Reason, Selection, plan
 
 PADDED = 8
 PRODUCT = SpecPrefillConfig(0.6, chunk_size=4, tail_tokens=1, min_prompt_tokens=0)
@@ -109,7 +111,7 @@ def test_a_choice_that_does_not_fit_its_plan_is_an_error():
     good.check()
     small = run(good.chunk_scores, good.plan.forced_mask(), 3, 18, size=9)
     with pytest.raises(
-        SpecPrefillError, match=r"^choice.ok=False is not allowed: choose\(\) must be given finite scores"
+        SpecPrefillError, match=r"^choice.ok=False is not allowed: chunk_topk must be given finite scores"
     ):
         select(choice=small).check()
     other = run(good.chunk_scores, [False] * 5, 2, 18)

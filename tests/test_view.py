@@ -7,13 +7,14 @@ from importlib.resources import files
 
 import numpy as np
 import pytest
+from chunks import choice_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
 from specprefill_jax.config import SpecPrefillConfig
 from specprefill_jax.errors import ArgumentError
-from specprefill_jax.selection import Choice, Reason, Selection, plan
+from specprefill_jax.selection import Reason, Selection, plan
 from specprefill_jax.timing import Timings
 from specprefill_jax.view.page import MAX_BARS, render_page, write_page
 from specprefill_jax.view.report import DESCRIPTIONS, REASONS, Report, Run, describe, seconds
@@ -30,14 +31,14 @@ def select(ids, scores, rate=0.5, **settings):
     """The selection that the given chunk scores lead to; paper mode unless said otherwise."""
     config = SpecPrefillConfig(rate, **{"mode": "paper", "chunk_size": 4, **settings})
     planned = plan(len(ids), config)
-    # As selection.choose does it, without a program to compile for every shape.
+    # As chunk_topk does it, without a program to compile for every shape.
     scores = np.asarray(scores, np.float32)
     assert len(scores) == planned.num_chunks
     order = np.argsort(-np.where(planned.forced_mask(), np.inf, scores), kind="stable")
     mask = np.zeros(planned.num_chunks, bool)
     mask[order[: planned.kept_chunks]] = True
     indices = np.flatnonzero(np.repeat(mask, config.chunk_size)[: len(ids)])
-    return Selection(planned, choice=Choice(indices, len(indices), mask, True), chunk_scores=scores)
+    return Selection(planned, choice=choice_of(mask, indices), chunk_scores=scores)
 
 
 def draw(text, scores, **settings):

@@ -14,11 +14,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tokenizers
+from chunks import choice_of
 
 import specprefill_jax
 from specprefill_jax.config import SamplingParams, SpecPrefillConfig
 from specprefill_jax.errors import ArgumentError, CheckpointError
-from specprefill_jax.selection import Choice, Reason, Selection, plan
+from specprefill_jax.selection import Reason, Selection, plan
 from specprefill_jax.timing import PHASES, PhaseClock
 
 ROOT = Path(__file__).parents[2]
@@ -99,7 +100,7 @@ class Fake:
         mask = np.zeros(planned.num_chunks, bool)
         mask[order[: planned.kept_chunks]] = True
         kept = np.flatnonzero(np.repeat(mask, planned.chunk_size)[: planned.num_tokens])
-        return Selection(planned, choice=Choice(kept, len(kept), mask, True), chunk_scores=scores)
+        return Selection(planned, choice=choice_of(mask, kept), chunk_scores=scores)
 
 
 @pytest.fixture
@@ -396,7 +397,7 @@ def test_a_broken_pipe_is_quiet(tmp_path):
     """As a process of its own, its answer written into a pipe that nobody reads any more."""
     driver = tmp_path / "driver.py"
     driver.write_text(
-        f"import sys\nsys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]\n"
+        f"import sys\nsys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}, {str(ROOT / 'tests')!r}]\n"
         "import test_generate as t, specprefill_jax\n"
         "model = t.Fake()\nmodel.answer = ['word '] * 50_000\n"
         "specprefill_jax.SpecPrefill = t.SimpleNamespace(from_pretrained=lambda **_: model)\n"

@@ -1,0 +1,67 @@
+"""Importance aggregation: the speculator's queries against its keys -> pooled attention maxima.
+
+For every (layer, head, query): softmax over the prompt's keys, average pooling along the prompt (zero padded, always
+over the width); then the maximum over layers and heads (arXiv 2502.02789, section 3; the order matters). Two passes
+over the keys, which are the only reads of them: log-sum-exp, then the pooled probabilities.
+
+Letters: L layers, B batch, K key heads, N query heads, Q look-ahead queries, S key slots, H head size.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from specprefill_jax.kernels.backend import Backend, choose_backend, run
+from specprefill_jax.kernels.importance import mosaic_tpu, reference, triton
+
+_IMPLEMENTATIONS = {"triton": triton.pooled_maxima, "mosaic_tpu": mosaic_tpu.pooled_maxima}
+
+
+def pooled_maxima(
+    keys: jax.Array,
+    queries: jax.Array,
+    num_tokens: jax.Array,
+    *,
+    size: int,
+    pool_width: int,
+    backend: Backend | str | None = None,
+    mesh: Mesh | None = None,
+    axis: str = "tensor",
+) -> jax.Array:
+    """Maximum over layers and heads of the pooled attention of each look-ahead query, arithmetic in float32.
+
+    Args:
+        keys: [L, B, K, S, H] post-RoPE keys, prompt token i in slot i: the speculator's cache as it lies. Slots from
+            num_tokens[b] on (padding, generated tokens) are ignored, whatever they hold.
+        queries: [L, B, Q, N, H] post-RoPE queries, heads n*N/K to (n+1)*N/K - 1 sharing key head n.
+        num_tokens: [B] int32, M of each prompt, 1 to `size`.
+        size: prompt slots to look at, at most S (static).
+        pool_width: odd, or 0 for no pooling (static).
+        backend: implementation; None: the one for the platform. What it does not support, the reference computes.
+        mesh: devices among which the heads are split, keys over K and queries over N along `axis`: each takes the
+            maximum over its own, then one max-reduce; no key moves. None: no mesh.
+        axis: the mesh axis of the heads.
+
+    Returns:
+        float32 [B, Q, size]; zero from M on. Where a key or query that counts is not finite, the row is not either.
+
+    Raises:
+        ArgumentError: an unknown backend.
+    """
+    keys, queries, num_tokens = (jnp.asarray(x) for x in (keys, queries, num_tokens))
+    chosen = choose_backend(backend, mesh)
+    compute = partial(run, _IMPLEMENTATIONS, reference.pooled_maxima, chosen, size=size, pool_width=pool_width)
+    if mesh is None:
+        return compute(keys, queries, num_tokens)
+
+    def local(keys: jax.Array, queries: jax.Array, num_tokens: jax.Array) -> jax.Array:
+        most = compute(keys, queries, num_tokens)
+        # Infinity survives every maximum; what a collective makes of a NaN is its own affair.
+        return lax.pmax(jnp.where(jnp.isnan(most), jnp.inf, most), axis)
+
+    heads = (P(None, None, axis), P(None, None, None, axis), P())
+    return jax.shard_map(local, mesh=mesh, in_specs=heads, out_specs=P(), check_vma=False)(keys, queries, num_tokens)
