@@ -1,11 +1,14 @@
 """The KV cache: keys, values and the position of every slot."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from specprefill_jax.models.config import LlamaConfig
+from specprefill_jax.sharding.rules import sharding, spec
 
 MIN_CAPACITY = 256
 
@@ -33,15 +36,24 @@ class KVCache:
         return self.k.shape[3]
 
 
+def cache_spec() -> KVCache:
+    """The layout of a cache over a mesh, for `jax.shard_map`: partition specs where a cache has arrays."""
+    heads: Any = spec("LBKSH")
+    whole: Any = spec("BS")
+    return KVCache(heads, heads, whole)
+
+
 def capacity_for(tokens: int) -> int:
     """Slots to allocate for `tokens`: the next power of two, so that few shapes are ever compiled."""
     return max(MIN_CAPACITY, 1 << (tokens - 1).bit_length())
 
 
-def make_cache(config: LlamaConfig, batch: int, capacity: int, dtype: jnp.dtype) -> KVCache:
-    """An empty cache of `capacity` slots (zeros, positions 0).
+def make_cache(config: LlamaConfig, batch: int, capacity: int, dtype: jnp.dtype, mesh: Mesh | None = None) -> KVCache:
+    """An empty cache of `capacity` slots (zeros, positions 0), its heads split over the mesh.
 
     Zeros matter: a masked slot contributes probability 0 times its value, so the value must be finite.
     """
     shape = (config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim)
-    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((batch, capacity), jnp.int32))
+    heads, whole = (None, None) if mesh is None else (sharding(mesh, "LBKSH"), sharding(mesh, "BS"))
+    k, v = (jnp.zeros(shape, dtype, device=heads) for _ in range(2))
+    return KVCache(k, v, jnp.zeros((batch, capacity), jnp.int32, device=whole))

@@ -9,6 +9,7 @@ from typing import Any, Self, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from specprefill_jax import costs
 from specprefill_jax.cache import capacity_for
@@ -23,6 +24,7 @@ from specprefill_jax.prefill import DEFAULT_CHUNK, bucket, padded, prefill
 from specprefill_jax.sampling import sampling_arrays, seen_tokens
 from specprefill_jax.scoring import kept_batch, score_and_choose
 from specprefill_jax.selection import Plan, Reason, Selection, num_chunks, plan
+from specprefill_jax.sharding.mesh import check_mesh, make_mesh
 from specprefill_jax.speculator import MAX_EOS_IDS, Speculator
 from specprefill_jax.timing import Marks, PhaseClock, Timings
 from specprefill_jax.tokens import StreamDecoder, Tokenizer, same_tokenizer
@@ -83,7 +85,7 @@ class SpecPrefill:
         self.prefill_chunk = prefill_chunk
         self.default_look_ahead = default_look_ahead
         self.machine = machine or costs.default_machine(jax.default_backend())
-        self.kernels = choose_backend(kernels)
+        self.kernels = choose_backend(kernels, speculator.mesh)
         self.speculator = Speculator(speculator, prefill_chunk)
         self._decoder = Decoder(main)
 
@@ -93,7 +95,7 @@ class SpecPrefill:
         main: str | os.PathLike[str],
         speculator: str | os.PathLike[str],
         dtype: str = "bfloat16",
-        mesh: None = None,
+        mesh: Mesh | None = None,
         *,
         speculator_layers: int | None = None,
         prefill_chunk: int | None = None,
@@ -105,7 +107,8 @@ class SpecPrefill:
             main: the model that answers: a folder in Hugging Face layout, a .gguf file, a built-in name or a Hub id.
             speculator: the small model that chooses; the same tokenizer, or the same model.
             dtype: float32, bfloat16 or float16.
-            mesh: None, the default device; meshes are not supported yet.
+            mesh: devices that share both models along the axis `tensor` (`sharding.mesh.make_mesh`). None: all that JAX
+                sees, or just the one.
             speculator_layers: use only the speculator's first so many layers; it then scores with the prompt's last
                 token alone unless a config asks for a look-ahead.
             prefill_chunk: tokens a forward pass reads at most (default 1,024).
@@ -118,10 +121,12 @@ class SpecPrefill:
             TokenizerError: the two models' tokenizers differ.
         """
         if mesh is not None:
-            raise argument_error("mesh", mesh, "None (the default device): meshes are not supported yet")
+            mesh = check_mesh(mesh)
+        elif len(jax.devices()) > 1:
+            mesh = make_mesh()
         chunk = DEFAULT_CHUNK if prefill_chunk is None else prefill_chunk
         chunk = check_integer("prefill_chunk", chunk, 1, allowed="None or an integer of at least 1")
-        backend = choose_backend(kernels)
+        backend = choose_backend(kernels, mesh)
         opened = open_checkpoint(main)
         shared = os.fspath(main) == os.fspath(speculator)
         draft = opened if shared else open_checkpoint(speculator)
@@ -133,9 +138,9 @@ class SpecPrefill:
         if not shared:
             same_tokenizer(tokenizer, draft.tokenizer(), opened.config.vocab_size, draft.config.vocab_size)
         use_compilation_cache()
-        main_model = load(opened, dtype)
+        main_model = load(opened, dtype, mesh=mesh)
         whole = shared and speculator_layers in (None, layers)
-        draft_model = main_model if whole else load(draft, dtype, num_layers=speculator_layers)
+        draft_model = main_model if whole else load(draft, dtype, num_layers=speculator_layers, mesh=mesh)
         default_look_ahead = 8 if speculator_layers in (None, layers) else 1
         return cls(
             main_model,
@@ -386,6 +391,7 @@ class SpecPrefill:
             chunk_size=chunk_size,
             kept_size=padded(planned.max_kept_tokens, self.prefill_chunk),
             backend=self.kernels,
+            mesh=self.speculator.model.mesh,
         )
         if marks is not None:
             marks.reach(choice.kept_count, "main_prefill")

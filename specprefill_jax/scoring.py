@@ -4,13 +4,14 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from specprefill_jax.importance import chunk_scores, token_importance
 from specprefill_jax.kernels.chunk_topk import PADDING, Choice, chunk_topk
 from specprefill_jax.speculator import LookAhead
 
 
-@partial(jax.jit, static_argnames=("size", "pool_width", "chunk_size", "kept_size", "backend"))
+@partial(jax.jit, static_argnames=("size", "pool_width", "chunk_size", "kept_size", "backend", "mesh"))
 def score_and_choose(
     ahead: LookAhead,
     prompt: jax.Array,
@@ -24,10 +25,18 @@ def score_and_choose(
     chunk_size: int,
     kept_size: int,
     backend: str,
+    mesh: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array, Choice, jax.Array, jax.Array]:
     """One prompt's importance [size], chunk scores [C], choice, number of queries that count, look-ahead tokens [Q]."""
     importance = token_importance(
-        ahead.cache.k, ahead.queries, length, ahead.num_queries, size=size, pool_width=pool_width, backend=backend
+        ahead.cache.k,
+        ahead.queries,
+        length,
+        ahead.num_queries,
+        size=size,
+        pool_width=pool_width,
+        backend=backend,
+        mesh=mesh,
     )
     scores = chunk_scores(importance, length, chunk_size=chunk_size)
     choice = chunk_topk(
@@ -40,6 +49,7 @@ def score_and_choose(
         chunk_size=chunk_size,
         size=kept_size,
         backend=backend,
+        mesh=mesh,
     )
     rows = (importance, scores, choice, ahead.num_queries, ahead.tokens)
     return jax.tree.map(lambda row: row[0], rows)

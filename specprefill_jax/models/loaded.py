@@ -22,15 +22,19 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from specprefill_jax.cache import KVCache, make_cache
+from specprefill_jax.cache import KVCache, cache_spec, make_cache
 from specprefill_jax.errors import argument_error
 from specprefill_jax.models import attention
 from specprefill_jax.models.checkpoint import Checkpoint
 from specprefill_jax.models.config import DTYPES, LlamaConfig
 from specprefill_jax.models.llama import Block, Outer
 from specprefill_jax.models.rope import Rotation, frequencies, rotation
+from specprefill_jax.models.weights import axes_of, copy_heads
+from specprefill_jax.sharding.rules import check_divides, head_copies, sharding, spec
 
 Leaves = tuple[jax.Array, ...]
 
@@ -60,8 +64,12 @@ class Step:
 class LoadedLlama:
     """A Llama ready to run; built by `load`."""
 
-    def __init__(self, config: LlamaConfig, dtype: jnp.dtype, weights: Weights, *, layerwise: bool):
+    def __init__(
+        self, config: LlamaConfig, dtype: jnp.dtype, weights: Weights, *, layerwise: bool, mesh: Mesh | None = None
+    ):
         self.config = config
+        """The sizes as they are laid out: heads that a mesh makes it repeat are counted as often."""
+        self.mesh = mesh
         self.dtype = dtype
         self.weights = weights
         self.layerwise = layerwise
@@ -79,7 +87,7 @@ class LoadedLlama:
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache in this model's dtype."""
-        return make_cache(self.config, batch, capacity, self.dtype)
+        return make_cache(self.config, batch, capacity, self.dtype, self.mesh)
 
     def step(self, tokens: ArrayLike, positions: ArrayLike, cache: KVCache, start: ArrayLike, row: ArrayLike) -> Step:
         """Run one forward pass from the host; the cache is consumed (donated) and comes back in the result.
@@ -145,6 +153,8 @@ class LoadedLlama:
         self, outer: Leaves, tokens: jax.Array, positions: jax.Array, cache: KVCache, start: jax.Array
     ) -> tuple[jax.Array, Rotation, KVCache]:
         x = _merge(self._outer_def, self._outer_tree, outer).embedding(tokens)
+        if self.mesh is not None:
+            x = lax.with_sharding_constraint(x, sharding(self.mesh, "BTE"))
         stored = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, axis=0))
         cache = KVCache(cache.k, cache.v, stored(cache.positions, positions, start))
         return x, rotation(positions, self._inv_freq, self._rope_scaling), cache
@@ -162,10 +172,23 @@ class LoadedLlama:
         block = _merge(self._block_def, self._block_tree, leaves)
         seen: list = []
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def local(
+            q: jax.Array, k: jax.Array, v: jax.Array, cache: KVCache, layer: jax.Array, start: jax.Array
+        ) -> tuple[KVCache, jax.Array]:
             written = attention.write(cache, layer, start, k, v)
+            return written, attention.attend(q, written, layer, start)
+
+        if self.mesh is not None:  # each device attends with its own heads; left to itself, XLA would gather them
+            q_spec, kv_spec, cache_specs = spec("BTNH"), spec("BTKH"), cache_spec()
+            arguments = (q_spec, kv_spec, kv_spec, cache_specs, P(), P())
+            local = jax.shard_map(
+                local, mesh=self.mesh, in_specs=arguments, out_specs=(cache_specs, q_spec), check_vma=False
+            )
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            written, out = local(q, k, v, cache, layer, start)
             seen.extend((written, _take_row(q, row)))
-            return attention.attend(q, written, layer, start)
+            return out
 
         x = block(x, by, attend)
         return x, seen[0], seen[1]
@@ -177,15 +200,17 @@ def load(
     *,
     num_layers: int | None = None,
     layerwise: bool | None = None,
+    mesh: Mesh | None = None,
     report: Callable[[int, int], None] | None = None,
 ) -> LoadedLlama:
-    """Read a checkpoint's parameters onto the default device.
+    """Read a checkpoint's parameters onto the default device, or split over a mesh.
 
     Args:
         checkpoint: an opened checkpoint.
         dtype: float32, bfloat16 or float16: of parameters, cache and activations.
         num_layers: use only the first so many layers (all of them when None).
-        layerwise: the form of the forward pass (see the module); by default layerwise on CPUs, scanned elsewhere.
+        layerwise: the form of the forward pass (see the module); by default layerwise on one CPU, scanned elsewhere.
+        mesh: devices that share the model along the axis `tensor`; each gets only its own slices.
         report: called with (layers read, layers in all) as loading goes on.
     """
     if dtype not in DTYPES:
@@ -196,18 +221,33 @@ def load(
             raise argument_error("num_layers", num_layers, f"from 1 to the checkpoint's {config.num_layers}")
         config = dataclasses.replace(config, num_layers=num_layers)
     if layerwise is None:
-        layerwise = jax.default_backend() == "cpu"
+        layerwise = jax.default_backend() == "cpu" and mesh is None
+    copies = (1, 1)
+    if mesh is not None:
+        copies = head_copies(mesh, config.num_heads, config.num_kv_heads)
+        check_divides(mesh, {"F": config.intermediate_size, "V": config.vocab_size})
+        config = dataclasses.replace(
+            config, num_heads=config.num_heads * copies[0], num_kv_heads=config.num_kv_heads * copies[1]
+        )
     kind = jnp.dtype(dtype)
-    outer = _leaves(Outer, config, kind, checkpoint.outer(), kind)
+
+    def place(name: str, array: np.ndarray) -> jax.Array:
+        if mesh is None:
+            return jnp.asarray(array, kind)
+        array = copy_heads(name, array, *copies)
+        layout = sharding(mesh, axes_of(name))
+        return jax.make_array_from_callback(array.shape, layout, lambda index: np.asarray(array[index], kind))
+
+    outer = _leaves(Outer, config, kind, checkpoint.outer(), place)
 
     def layers() -> Iterator[Leaves]:
         for i in range(config.num_layers):
-            yield _leaves(Block, config, kind, checkpoint.layer(i), kind)
+            yield _leaves(Block, config, kind, checkpoint.layer(i), place)
             if report is not None:
                 report(i + 1, config.num_layers)
 
     blocks: tuple[Leaves, ...] | Leaves = tuple(layers()) if layerwise else _stack(layers(), config.num_layers)
-    return LoadedLlama(config, kind, Weights(outer, blocks), layerwise=layerwise)
+    return LoadedLlama(config, kind, Weights(outer, blocks), layerwise=layerwise, mesh=mesh)
 
 
 def _take_row(x: jax.Array, row: jax.Array) -> jax.Array:
@@ -227,12 +267,16 @@ def _merge(graphdef: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, leaves: Leaves
 
 
 def _leaves(
-    kind: type[nnx.Module], config: LlamaConfig, dtype: jnp.dtype, arrays: dict[str, np.ndarray], to: jnp.dtype
+    kind: type[nnx.Module],
+    config: LlamaConfig,
+    dtype: jnp.dtype,
+    arrays: dict[str, np.ndarray],
+    place: Callable[[str, np.ndarray], jax.Array],
 ) -> Leaves:
-    """Arrays by name -> the module's flat leaves in its own order, cast and on the device."""
+    """Arrays by name -> the module's flat leaves in its own order, cast and where they belong."""
     state = nnx.state(nnx.eval_shape(lambda: kind(config, dtype, rngs=nnx.Rngs(0))))
     paths = [path for path, _ in nnx.to_flat_state(state)]
-    return tuple(jnp.asarray(arrays[path[-1]], to) for path in paths)
+    return tuple(place(str(path[-1]), arrays[path[-1]]) for path in paths)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -240,12 +284,20 @@ def _set_layer(stack: Leaves, layer: jax.Array, leaves: Leaves) -> Leaves:
     return tuple(lax.dynamic_update_index_in_dim(s, x, layer, 0) for s, x in zip(stack, leaves, strict=True))
 
 
+def _empty_stack(x: jax.Array, count: int) -> jax.Array:
+    """Zeros [count, ...] of arrays like x, laid out as it is."""
+    layout = x.sharding
+    if isinstance(layout, NamedSharding):
+        layout = NamedSharding(layout.mesh, P(None, *layout.spec))
+    return jnp.zeros((count, *x.shape), x.dtype, device=layout)
+
+
 def _stack(layers: Iterator[Leaves], count: int) -> Leaves:
     """Stream layers into stacked buffers, so that at most one layer is held twice."""
     stack: Leaves | None = None
     for i, leaves in enumerate(layers):
         if stack is None:
-            stack = tuple(jnp.zeros((count, *x.shape), x.dtype) for x in leaves)
+            stack = tuple(_empty_stack(x, count) for x in leaves)
         stack = _set_layer(stack, jnp.int32(i), leaves)
     assert stack is not None
     return stack

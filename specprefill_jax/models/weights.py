@@ -193,6 +193,31 @@ def to_ours(config: LlamaConfig, row: Row, array: np.ndarray) -> np.ndarray:
     return np.moveaxis(split, range(out_axes), range(split.ndim - out_axes, split.ndim))
 
 
+def axes_of(ours: str) -> str:
+    """The letters of the axes of one of our arrays, e.g. "ENH" for q."""
+    row = next(row for row in (*OUTER_ROWS, *LAYER_ROWS) if row.ours == ours)
+    first, *rest = row.shape.split(",")
+    return first + "".join(rest) if ours == "embed" else "".join(rest) + first
+
+
+def copy_heads(name: str, array: np.ndarray, q_copies: int, kv_copies: int) -> np.ndarray:
+    """One of our arrays with each head repeated; only the first copy of a query head counts in the output.
+
+    Args:
+        name: of the array.
+        array: as `Checkpoint.layer` gives it.
+        q_copies: times each query head is there.
+        kv_copies: times each key head is there.
+    """
+    axes = axes_of(name)
+    for letter, copies in (("N", q_copies), ("K", kv_copies)):
+        if copies > 1 and letter in axes:
+            array = np.repeat(array, copies, axis=axes.index(letter))
+    if name == "o" and q_copies > 1:
+        array[np.arange(len(array)) % q_copies > 0] = 0
+    return array
+
+
 def _is_ignored(config: LlamaConfig, name: str) -> bool:
     # Some savers write the head of a tied model as well: it is the embedding.
     return HARMLESS.fullmatch(name) is not None or (config.tie_word_embeddings and name == "lm_head.weight")
