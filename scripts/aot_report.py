@@ -27,9 +27,11 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 
+from specprefill_jax.errors import ArgumentError, argument_error
 from specprefill_jax.kernels.chunk_topk import chunk_topk
 from specprefill_jax.kernels.importance import pooled_maxima
 from specprefill_jax.machine import describe
+from specprefill_jax.selection import budget, num_chunks
 from specprefill_jax.sharding import aot
 
 # Layers, key heads, query heads, head size.
@@ -38,7 +40,7 @@ MODELS = {
     "Llama-3.1-8B": (32, 8, 32, 128),
     "Llama-3.1-70B": (80, 8, 64, 128),
 }
-QUERIES, POOL_WIDTH, KEEP = 8, 13, 10
+QUERIES, POOL_WIDTH, KEEP = 8, 13, 0.1
 TEMP_LIMIT = 64 * 2**20
 """Bytes of temporary memory that scoring may take a device."""
 
@@ -80,8 +82,10 @@ class Case:
             )
             return score, (keys, queries, array((1,)))
         chunk = int(self.model.removeprefix("chunk "))
-        chunks = self.tokens // chunk
-        choose = partial(chunk_topk, chunk_size=chunk, size=self.tokens // KEEP, backend=self.backend, mesh=self.mesh)
+        chunks = num_chunks(self.tokens, chunk)
+        choose = partial(
+            chunk_topk, chunk_size=chunk, size=budget(self.tokens, KEEP), backend=self.backend, mesh=self.mesh
+        )
         numbers = (array((1,)),) * 3
         prompt = array((1, self.tokens))
         return choose, (array((1, chunks), jnp.float32), array((1, chunks), jnp.bool_), *numbers, prompt)
@@ -151,6 +155,12 @@ def compile_family(family: str, args: Args) -> list[dict[str, Any]]:
 
 def main(args: Args) -> int:
     """Compile every case, print the table; the exit status."""
+    for name, values, most in (("lengths", args.lengths, 2**20), ("devices", args.devices, 8)):
+        if not values:
+            raise argument_error(name, values, "at least one number")
+        for value in values:
+            if not 1 <= value <= most or value & (value - 1):
+                raise argument_error(name, value, f"a power of two from 1 to {most}")
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         rows = [row for found in pool.map(compile_family, ("GPU", "TPU"), (args, args)) for row in found]
     print(file=sys.stderr)
@@ -185,4 +195,7 @@ def cells(row: dict[str, Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Args, description=__doc__)))
+    try:
+        sys.exit(main(tyro.cli(Args, description=__doc__)))
+    except ArgumentError as error:
+        sys.exit(f"error: {error}")

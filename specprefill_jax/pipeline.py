@@ -19,12 +19,12 @@ from specprefill_jax.decode import Decoder, TokenLogprobs
 from specprefill_jax.errors import ArgumentError, SpecPrefillError, argument_error
 from specprefill_jax.kernels.backend import choose_backend
 from specprefill_jax.models.checkpoint import open_checkpoint
-from specprefill_jax.models.loaded import LoadedLlama, Step, load
+from specprefill_jax.models.loaded import LoadedLlama, Step, check_fits, load
 from specprefill_jax.prefill import DEFAULT_CHUNK, bucket, padded, prefill
 from specprefill_jax.sampling import sampling_arrays, seen_tokens
 from specprefill_jax.scoring import kept_batch, score_and_choose
 from specprefill_jax.selection import Plan, Reason, Selection, num_chunks, plan
-from specprefill_jax.sharding.mesh import check_mesh, make_mesh
+from specprefill_jax.sharding.mesh import check_mesh, largest_mesh
 from specprefill_jax.speculator import MAX_EOS_IDS, Speculator
 from specprefill_jax.timing import Marks, PhaseClock, Timings
 from specprefill_jax.tokens import StreamDecoder, Tokenizer, same_tokenizer
@@ -107,8 +107,8 @@ class SpecPrefill:
             main: the model that answers: a folder in Hugging Face layout, a .gguf file, a built-in name or a Hub id.
             speculator: the small model that chooses; the same tokenizer, or the same model.
             dtype: float32, bfloat16 or float16.
-            mesh: devices that share both models along the axis `tensor` (`sharding.mesh.make_mesh`). None: all that JAX
-                sees, or just the one.
+            mesh: devices that share both models along the axis `tensor` (`sharding.mesh.make_mesh`). None: as many
+                of those that JAX sees as both models can be split over.
             speculator_layers: use only the speculator's first so many layers; it then scores with the prompt's last
                 token alone unless a config asks for a look-ahead.
             prefill_chunk: tokens a forward pass reads at most (default 1,024).
@@ -122,11 +122,8 @@ class SpecPrefill:
         """
         if mesh is not None:
             mesh = check_mesh(mesh)
-        elif len(jax.devices()) > 1:
-            mesh = make_mesh()
         chunk = DEFAULT_CHUNK if prefill_chunk is None else prefill_chunk
         chunk = check_integer("prefill_chunk", chunk, 1, allowed="None or an integer of at least 1")
-        backend = choose_backend(kernels, mesh)
         opened = open_checkpoint(main)
         shared = os.fspath(main) == os.fspath(speculator)
         draft = opened if shared else open_checkpoint(speculator)
@@ -134,6 +131,12 @@ class SpecPrefill:
         if speculator_layers is not None:
             allowed = f"None or an integer from 1 to the speculator's {layers}"
             speculator_layers = check_integer("speculator_layers", speculator_layers, 1, layers, allowed)
+        if mesh is None:
+            mesh = largest_mesh(lambda found: (check_fits(found, opened.config), check_fits(found, draft.config)))
+        else:
+            check_fits(mesh, opened.config)
+            check_fits(mesh, draft.config)
+        backend = choose_backend(kernels, mesh)
         tokenizer = opened.tokenizer()
         if not shared:
             same_tokenizer(tokenizer, draft.tokenizer(), opened.config.vocab_size, draft.config.vocab_size)
@@ -418,6 +421,8 @@ class SpecPrefill:
         else:
             # The selection may come from a pipeline with another prefill chunk: its padding is not ours.
             kept, positions, count = kept_batch(selection.choice, size=total)
+            if kept.sharding.device_set != self.main.whole.device_set:  # a speculator on devices of its own
+                kept, positions, count = jax.device_put((kept, positions, count), self.main.whole)
         step = prefill(
             self.main,
             kept,

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
@@ -65,18 +65,26 @@ class LoadedLlama:
     """A Llama ready to run; built by `load`."""
 
     def __init__(
-        self, config: LlamaConfig, dtype: jnp.dtype, weights: Weights, *, layerwise: bool, mesh: Mesh | None = None
+        self,
+        config: LlamaConfig,
+        dtype: jnp.dtype,
+        weights: Weights,
+        *,
+        layerwise: bool,
+        layout: LlamaConfig | None = None,
+        mesh: Mesh | None = None,
     ):
         self.config = config
-        """The sizes as they are laid out: heads that a mesh makes it repeat are counted as often."""
+        self.layout = layout or config
+        """The sizes as they lie on the mesh: a head that it makes several devices hold is counted as often."""
         self.mesh = mesh
         self.dtype = dtype
         self.weights = weights
         self.layerwise = layerwise
         self._one_layer = False
         self._inv_freq, self._rope_scaling = frequencies(config.rope, config.head_dim)
-        self._outer_def, self._outer_tree = _abstract(Outer, config, dtype)
-        self._block_def, self._block_tree = _abstract(Block, config, dtype)
+        self._outer_def, self._outer_tree = _abstract(Outer, self.layout, dtype)
+        self._block_def, self._block_tree = _abstract(Block, self.layout, dtype)
         self._layers = [jnp.int32(i) for i in range(config.num_layers)]
         self._begin = jax.jit(self._begin_fn, donate_argnames="cache")
         self._block = jax.jit(self._block_fn, donate_argnames=("x", "cache"))
@@ -85,9 +93,14 @@ class LoadedLlama:
         self.logits: Callable[[Weights, jax.Array], jax.Array] = jax.jit(self.logits_fn)
         """Compiled `logits_fn`."""
 
+    @property
+    def whole(self) -> Sharding:
+        """Where an array lies that every device of this model holds whole."""
+        return self.weights.outer[0].sharding if self.mesh is None else NamedSharding(self.mesh, P())
+
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache in this model's dtype."""
-        return make_cache(self.config, batch, capacity, self.dtype, self.mesh)
+        return make_cache(self.layout, batch, capacity, self.dtype, self.mesh)
 
     def step(self, tokens: ArrayLike, positions: ArrayLike, cache: KVCache, start: ArrayLike, row: ArrayLike) -> Step:
         """Run one forward pass from the host; the cache is consumed (donated) and comes back in the result.
@@ -222,32 +235,39 @@ def load(
         config = dataclasses.replace(config, num_layers=num_layers)
     if layerwise is None:
         layerwise = jax.default_backend() == "cpu" and mesh is None
-    copies = (1, 1)
-    if mesh is not None:
-        copies = head_copies(mesh, config.num_heads, config.num_kv_heads)
-        check_divides(mesh, {"F": config.intermediate_size, "V": config.vocab_size})
-        config = dataclasses.replace(
-            config, num_heads=config.num_heads * copies[0], num_kv_heads=config.num_kv_heads * copies[1]
-        )
+    copies = (1, 1) if mesh is None else check_fits(mesh, config)
+    layout = dataclasses.replace(
+        config, num_heads=config.num_heads * copies[0], num_kv_heads=config.num_kv_heads * copies[1]
+    )
     kind = jnp.dtype(dtype)
 
     def place(name: str, array: np.ndarray) -> jax.Array:
         if mesh is None:
             return jnp.asarray(array, kind)
         array = copy_heads(name, array, *copies)
-        layout = sharding(mesh, axes_of(name))
-        return jax.make_array_from_callback(array.shape, layout, lambda index: np.asarray(array[index], kind))
+        split = sharding(mesh, axes_of(name))
+        return jax.make_array_from_callback(array.shape, split, lambda index: np.asarray(array[index], kind))
 
-    outer = _leaves(Outer, config, kind, checkpoint.outer(), place)
+    outer = _leaves(Outer, layout, kind, checkpoint.outer(), place)
 
     def layers() -> Iterator[Leaves]:
         for i in range(config.num_layers):
-            yield _leaves(Block, config, kind, checkpoint.layer(i), place)
+            yield _leaves(Block, layout, kind, checkpoint.layer(i), place)
             if report is not None:
                 report(i + 1, config.num_layers)
 
     blocks: tuple[Leaves, ...] | Leaves = tuple(layers()) if layerwise else _stack(layers(), config.num_layers)
-    return LoadedLlama(config, kind, Weights(outer, blocks), layerwise=layerwise, mesh=mesh)
+    return LoadedLlama(config, kind, Weights(outer, blocks), layerwise=layerwise, layout=layout, mesh=mesh)
+
+
+def check_fits(mesh: Mesh, config: LlamaConfig) -> tuple[int, int]:
+    """Check that a model can be split over a mesh; how often each query head and each key head is then held.
+
+    Raises:
+        ArgumentError: it cannot; says what can.
+    """
+    check_divides(mesh, {"F": config.intermediate_size, "V": config.vocab_size})
+    return head_copies(mesh, config.num_heads, config.num_kv_heads)
 
 
 def _take_row(x: jax.Array, row: jax.Array) -> jax.Array:

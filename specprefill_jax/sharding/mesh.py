@@ -1,16 +1,18 @@
 """Meshes of devices."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import index
+from typing import SupportsIndex
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from specprefill_jax.errors import argument_error
+from specprefill_jax.errors import ArgumentError, argument_error
 from specprefill_jax.sharding.rules import TENSOR
 
 
-def make_mesh(devices: Sequence[jax.Device] | int | None = None) -> Mesh:
+def make_mesh(devices: Sequence[jax.Device] | SupportsIndex | None = None) -> Mesh:
     """A mesh with the one axis `tensor`.
 
     Args:
@@ -20,8 +22,8 @@ def make_mesh(devices: Sequence[jax.Device] | int | None = None) -> Mesh:
         ArgumentError: more devices than there are, or none.
     """
     here = jax.devices()
-    if devices is None or isinstance(devices, int):
-        count = len(here) if devices is None else devices
+    if devices is None or isinstance(devices, SupportsIndex):
+        count = len(here) if devices is None else index(devices)
         if not 1 <= count <= len(here):
             raise argument_error("devices", devices, f"from 1 to the {len(here)} that JAX sees")
         devices = here[:count]
@@ -31,11 +33,25 @@ def make_mesh(devices: Sequence[jax.Device] | int | None = None) -> Mesh:
 
 
 def check_mesh(mesh: object) -> Mesh:
-    """The mesh, if models can be laid out on it.
+    """The mesh as models are laid out on it: with automatic axes, whatever kind it was made with.
 
     Raises:
-        ArgumentError: it is no mesh, lacks the axis `tensor`, or has other axes longer than 1.
+        ArgumentError: it is no mesh, lacks the axis `tensor`, has other axes longer than 1, or a device twice.
     """
     if not isinstance(mesh, Mesh) or TENSOR not in mesh.shape or mesh.shape[TENSOR] != mesh.size:
         raise argument_error("mesh", mesh, f"None or a jax.sharding.Mesh whose only axis longer than 1 is {TENSOR!r}")
-    return mesh
+    if len(set(mesh.devices.flat)) != mesh.size:
+        raise argument_error("mesh", mesh, "a mesh with each device once")
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
+
+
+def largest_mesh(check: Callable[[Mesh], object]) -> Mesh | None:
+    """The mesh of most devices that `check` does not raise an ArgumentError for, or None where that is one device."""
+    for count in range(len(jax.devices()), 1, -1):
+        mesh = make_mesh(count)
+        try:
+            check(mesh)
+        except ArgumentError:
+            continue
+        return mesh
+    return None

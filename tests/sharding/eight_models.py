@@ -7,14 +7,17 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.sharding import Mesh
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from agreement import goldens, load_tiny
 from test_paper_mode import setting_of
 
-from specprefill_jax import SamplingParams
-from specprefill_jax.sharding.mesh import make_mesh
+from specprefill_jax import SamplingParams, SpecPrefill
+from specprefill_jax.sharding.mesh import check_mesh, largest_mesh, make_mesh
+from specprefill_jax.sharding.rules import check_divides, head_copies
 
 CASES = ("tiny_17", "tiny_39")  # 33 and 257 tokens
 
@@ -42,7 +45,7 @@ def check_layout(model, devices: int) -> None:
             split += local < leaf.size
         assert devices == 1 or split >= 7
         cache = loaded.new_cache(1, 256)
-        assert cache.k.addressable_shards[0].data.shape[2] * devices == loaded.config.num_kv_heads
+        assert cache.k.addressable_shards[0].data.shape[2] * devices == loaded.layout.num_kv_heads
 
 
 def collectives(loaded, tokens: int) -> dict[str, int]:
@@ -60,8 +63,30 @@ def collectives(loaded, tokens: int) -> dict[str, int]:
     return {kind: count for kind, count in found.items() if count}
 
 
+def check_meshes() -> None:
+    """Without a mesh, as many devices as the models fit; what crosses from one mesh to another arrives."""
+    assert largest_mesh(lambda mesh: head_copies(mesh, 9, 3)).size == 3
+    assert largest_mesh(lambda mesh: head_copies(mesh, 7, 7)).size == 7
+    assert largest_mesh(lambda mesh: check_divides(mesh, {"V": 11})) is None
+    twice = Mesh(np.array([jax.devices()[0]] * 2), ("tensor",))
+    with pytest.raises(ValueError, match="mesh must be a mesh with each device once"):
+        check_mesh(twice)
+
+    free, two = load_tiny(), load_tiny(mesh=jax.make_mesh((2,), ("tensor",), devices=jax.devices()[4:6]))
+    assert free.main.mesh.size == free.speculator.model.mesh.size == 8
+    assert two._gain(3000, 8, 900) == free._gain(3000, 8, 900), "copies of heads are no work of the model's"
+    g = next(np.load(case) for case in goldens() if case.stem == CASES[1])
+    ids, config = g["ids"].tolist(), setting_of(g).config
+    sampling = SamplingParams(max_tokens=len(g["tokens"]), temperature=0.0, ignore_eos=True)
+    logits = two.prefill(ids, free.select(ids, config))
+    assert np.linalg.norm(logits - g["logits"]) <= 1e-3 * np.linalg.norm(g["logits"])
+    apart = SpecPrefill(two.main, free.speculator.model, two.tokenizer)
+    assert apart.generate(ids, sampling, config).token_ids == g["tokens"].tolist()
+
+
 def main() -> None:
     assert jax.device_count() == 8
+    check_meshes()
     for devices in (1, 2, 4, 8):
         model = load_tiny(mesh=make_mesh(devices))
         check_layout(model, devices)

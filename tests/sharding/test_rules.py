@@ -94,3 +94,10 @@ def test_meshes():
 def test_what_is_no_mesh_for_a_model(bad):
     with pytest.raises(ValueError, match="mesh must be None or a jax.sharding.Mesh whose only axis longer than 1 is"):
         check_mesh(bad)
+
+
+def test_a_mesh_is_taken_with_automatic_axes():
+    explicit = jax.make_mesh((1,), ("tensor",))
+    assert explicit.axis_types == (AxisType.Explicit,)
+    assert check_mesh(explicit).axis_types == (AxisType.Auto,)
+    assert check_mesh(explicit).devices.tolist() == explicit.devices.tolist()

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from specprefill_jax.errors import argument_error
 from specprefill_jax.kernels.backend import Backend, choose_backend, run
 from specprefill_jax.kernels.chunk_topk import mosaic_tpu, reference, triton
 from specprefill_jax.kernels.chunk_topk.reference import PADDING, Choice
@@ -52,12 +53,15 @@ def chunk_topk(
         many forced chunks, numbers that do not fit together and a `size` that is too small.
 
     Raises:
-        ArgumentError: an unknown backend.
+        ArgumentError: an unknown backend, or numbers that are not one a prompt.
     """
     chosen = choose_backend(backend, mesh)
     static = {"chunk_size": chunk_size, "size": size}
     compute = partial(run, _IMPLEMENTATIONS, reference.chunk_topk, chosen, **static)
     if mesh is not None:
         compute = jax.shard_map(compute, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    integers = (jnp.asarray(x, jnp.int32) for x in (num_chunks, kept_chunks, num_tokens, tokens))
+    integers = [jnp.asarray(x, jnp.int32) for x in (num_chunks, kept_chunks, num_tokens, tokens)]
+    for name, x in zip(("num_chunks", "kept_chunks", "num_tokens"), integers, strict=False):
+        if x.shape != (len(scores),):
+            raise argument_error(name, x, f"of shape [{len(scores)}], one number a prompt")
     return compute(jnp.asarray(scores, jnp.float32), jnp.asarray(forced, jnp.bool_), *integers)

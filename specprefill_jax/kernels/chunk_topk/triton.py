@@ -57,7 +57,7 @@ def chunk_topk(
         jnp.pad(forced.astype(jnp.int32), filled),
         jnp.minimum(num_chunks, padded),
         kept_chunks,
-        num_tokens,
+        jnp.minimum(num_tokens, tokens.shape[1]),
         tokens,
     )
     kept = mask[:, :padded] != 0

@@ -21,6 +21,9 @@ from specprefill_jax.kernels.importance.reference import shown
 EDGE = 64
 """Keys read beside a tile, half a lane row on each side: pools up to 2 * EDGE + 1 wide."""
 
+MAX_ROWS = 1024
+"""Heads of a group times queries, at most: more do not fit into VMEM."""
+
 
 def pooled_maxima(
     keys: jax.Array,
@@ -34,10 +37,12 @@ def pooled_maxima(
     """As `kernels.importance.pooled_maxima`.
 
     Raises:
-        Unsupported: a pool wider than the edges allow, or a dtype that is not served.
+        Unsupported: a pool wider than the edges allow, dtypes that are not served, or too many rows.
     """
     layers, batch, kv_heads, slots, head_size = keys.shape
     total, heads = queries.shape[2:4]
+    if jnp.promote_types(queries.dtype, keys.dtype) != keys.dtype:
+        raise Unsupported(f"queries of {queries.dtype}, which {keys.dtype} cannot hold")
     if keys.dtype not in (jnp.float32, jnp.bfloat16):
         raise Unsupported(f"keys of {keys.dtype}")
     halo = pool_width // 2
@@ -46,6 +51,8 @@ def pooled_maxima(
     count = -(-total // 8) * 8
     group = heads // kv_heads
     rows = group * count
+    if rows > MAX_ROWS:
+        raise Unsupported(f"{total} queries of {group} heads a key head: more than {MAX_ROWS} rows")
     # [rows, tile] scores and their like take at most 1 MiB each of VMEM.
     tile = min(max(2**18 // rows // 128 * 128, 256), 2048, -(-size // 128) * 128)
     edge = EDGE if halo else 0

@@ -34,6 +34,9 @@ class Blocks(NamedTuple):
     stages: int
 
 
+MAX_GROUP = 64
+"""Query heads a key head at most: with more, registers spill."""
+
 MAX_KEYS = 128
 """Keys a step at most: a wider pool than half of that is not served."""
 
@@ -77,13 +80,17 @@ def pooled_maxima(
     """As `kernels.importance.pooled_maxima`.
 
     Raises:
-        Unsupported: a pool wider than half a block, a dtype or head size that is not served.
+        Unsupported: a pool wider than half a block, or dtypes, a head size or a group of heads that are not served.
     """
     layers, batch, kv_heads, slots, head_size = keys.shape
     total, heads = queries.shape[2:4]
+    if jnp.promote_types(queries.dtype, keys.dtype) != keys.dtype:
+        raise Unsupported(f"queries of {queries.dtype}, which {keys.dtype} cannot hold")
     if keys.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16) or head_size > 256:
         raise Unsupported(f"keys of {keys.dtype} and head size {head_size}")
     group = next_power(heads // kv_heads)
+    if group > MAX_GROUP:
+        raise Unsupported(f"{heads // kv_heads} query heads a key head, more than {MAX_GROUP}")
     count = next_power(total)
     count = max(min(count, max_rows(keys.dtype.itemsize) // group), 16 // group, 1)
     rows, width = group * count, max(next_power(head_size), 16)
