@@ -71,6 +71,9 @@ class Options:
     dtype: str = "float32"
     """float32, bfloat16 or float16."""
 
+    devices: int | None = None
+    """Devices that share both models (tensor parallelism); by default as many of those here as can."""
+
     dense: bool = False
     """Read the whole prompt."""
 
@@ -223,13 +226,15 @@ def load(options: Options, say: Callable[[str], None]) -> Any:
     say(f"Loading main model {describe(options.main)} ...")
     if not options.dense:
         say(f"Loading speculator {describe(options.speculator)} ...")
-    from specprefill_jax import SpecPrefill  # here, so that --help and wrong flags do not wait for JAX
+    from specprefill_jax import SpecPrefill
+    from specprefill_jax.sharding.mesh import make_mesh  # here, so that --help and wrong flags do not wait for JAX
 
     start = time.perf_counter()
     model = SpecPrefill.from_pretrained(
         main=options.main,
         speculator=options.main if options.dense else options.speculator,  # the same model is loaded once
         dtype=options.dtype,
+        mesh=None if options.devices is None else make_mesh(options.devices),
         speculator_layers=None if options.dense else options.speculator_layers,
     )
     say(f"  took {seconds(time.perf_counter() - start)}")

@@ -169,7 +169,7 @@ def test_models_and_settings_are_passed_on(command, fake):
     rest = "--repetition-penalty 1.1 --seed 3 --ignore-eos --stop END STOP"
     status, _, err = command(TEXT, *flags.split(), *more.split(), *rest.split())
     assert status == 0, err
-    assert fake.loaded == {"main": "M", "speculator": "S", "dtype": "bfloat16", "speculator_layers": 3}
+    assert fake.loaded == {"main": "M", "speculator": "S", "dtype": "bfloat16", "mesh": None, "speculator_layers": 3}
     (call,) = fake.calls
     assert call.config == SpecPrefillConfig(0.2, look_ahead=4, pool_width=7, chunk_size=16, mode="paper")
     assert call.sampling == SamplingParams(
@@ -460,6 +460,7 @@ def test_bad_models_and_prompts_are_one_line(pair, capsys, tmp_path):
         ([TEXT, *pair, "--dtype", "float8"], "dtype='float8' is not allowed"),
         (["word " * 2000, *pair], "context"),
         ([TEXT, *pair, "--speculator-layers", "9"], "speculator_layers=9 is not allowed"),
+        ([TEXT, *pair, "--devices", "99"], "devices=99 is not allowed: devices must be from 1 to the"),
     ):
         assert script.main([*argv, "--quiet"]) == 2
         shown = capsys.readouterr()
