@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from enum import StrEnum
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -56,7 +57,7 @@ def run[T](
     implementations: Mapping[str, Callable[..., T]],
     reference: Callable[..., T],
     backend: Backend,
-    *args: jax.Array,
+    *args: Any,
     **static: int,
 ) -> T:
     """Call the backend's implementation. Only `Unsupported` falls through to the reference, and is logged."""

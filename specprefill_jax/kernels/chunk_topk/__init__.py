@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from specprefill_jax.errors import argument_error
 from specprefill_jax.kernels.backend import Backend, choose_backend, run
 from specprefill_jax.kernels.chunk_topk import mosaic_tpu, reference, triton
-from specprefill_jax.kernels.chunk_topk.reference import PADDING, Choice
+from specprefill_jax.kernels.chunk_topk.reference import PADDING, Choice, Scored
 
 __all__ = ["PADDING", "Choice", "chunk_topk"]
 
@@ -60,8 +60,16 @@ def chunk_topk(
     compute = partial(run, _IMPLEMENTATIONS, reference.chunk_topk, chosen, **static)
     if mesh is not None:
         compute = jax.shard_map(compute, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    integers = [jnp.asarray(x, jnp.int32) for x in (num_chunks, kept_chunks, num_tokens, tokens)]
-    for name, x in zip(("num_chunks", "kept_chunks", "num_tokens"), integers, strict=False):
-        if x.shape != (len(scores),):
-            raise argument_error(name, x, f"of shape [{len(scores)}], one number a prompt")
-    return compute(jnp.asarray(scores, jnp.float32), jnp.asarray(forced, jnp.bool_), *integers)
+    prompts = Scored(
+        scores=jnp.asarray(scores, jnp.float32),
+        forced=jnp.asarray(forced, jnp.bool_),
+        num_chunks=jnp.asarray(num_chunks, jnp.int32),
+        kept_chunks=jnp.asarray(kept_chunks, jnp.int32),
+        num_tokens=jnp.asarray(num_tokens, jnp.int32),
+        tokens=jnp.asarray(tokens, jnp.int32),
+    )
+    batch = len(prompts.scores)
+    for name in ("num_chunks", "kept_chunks", "num_tokens"):
+        if getattr(prompts, name).shape != (batch,):
+            raise argument_error(name, getattr(prompts, name), f"of shape [{batch}], one number a prompt")
+    return compute(prompts)

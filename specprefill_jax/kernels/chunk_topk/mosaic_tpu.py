@@ -13,31 +13,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from specprefill_jax.kernels.backend import Unsupported
-from specprefill_jax.kernels.chunk_topk.reference import STEPS, Choice, expand, order_key
+from specprefill_jax.kernels.chunk_topk.reference import STEPS, Choice, Scored, expand, order_key
 
 LANES = 128
 MAX_CHUNKS = 2**18
 """Beyond, the triangle over rows of 128 chunks would not fit into VMEM."""
 
 
-def chunk_topk(
-    scores: jax.Array,
-    forced: jax.Array,
-    num_chunks: jax.Array,
-    kept_chunks: jax.Array,
-    num_tokens: jax.Array,
-    tokens: jax.Array,
-    *,
-    chunk_size: int,
-    size: int,
-    interpret: bool,
-) -> Choice:
+def chunk_topk(prompts: Scored, *, chunk_size: int, size: int, interpret: bool) -> Choice:
     """As `kernels.chunk_topk.chunk_topk`.
 
     Raises:
         Unsupported: more than MAX_CHUNKS chunks.
     """
-    batch, padded = scores.shape
+    batch, padded = prompts.scores.shape
     if padded > MAX_CHUNKS:
         raise Unsupported(f"{padded} chunks, more than {MAX_CHUNKS}")
     rows = -(-padded // (8 * LANES)) * 8
@@ -54,9 +43,14 @@ def chunk_topk(
         out_shape=jax.ShapeDtypeStruct((batch, rows, LANES), jnp.int32),
         interpret=interpret,
         name="chunk_topk",
-    )(jnp.minimum(num_chunks, padded), kept_chunks, tiled(scores), tiled(forced.astype(jnp.int32)))
+    )(
+        jnp.minimum(prompts.num_chunks, padded),
+        prompts.kept_chunks,
+        tiled(prompts.scores),
+        tiled(prompts.forced.astype(jnp.int32)),
+    )
     mask = mask.reshape(batch, rows * LANES)[:, :padded] != 0
-    return expand(mask, scores, forced, num_chunks, kept_chunks, num_tokens, tokens, chunk_size=chunk_size, size=size)
+    return expand(mask, prompts, chunk_size=chunk_size, size=size)
 
 
 def _kernel(chunks_ref, kept_ref, scores_ref, forced_ref, mask_ref):

@@ -13,6 +13,17 @@ STEPS = 32
 """Steps of the search: one a bit of a key."""
 
 
+class Scored(NamedTuple):
+    """A batch of scored prompts, as `kernels.chunk_topk.chunk_topk` takes them."""
+
+    scores: jax.Array
+    forced: jax.Array
+    num_chunks: jax.Array
+    kept_chunks: jax.Array
+    num_tokens: jax.Array
+    tokens: jax.Array
+
+
 class Choice(NamedTuple):
     """The kept chunks and tokens of a batch of prompts, or of one prompt (then without B)."""
 
@@ -30,20 +41,10 @@ class Choice(NamedTuple):
     """bool [B]: False if a score was NaN or infinite, or the arguments do not fit together."""
 
 
-def chunk_topk(
-    scores: jax.Array,
-    forced: jax.Array,
-    num_chunks: jax.Array,
-    kept_chunks: jax.Array,
-    num_tokens: jax.Array,
-    tokens: jax.Array,
-    *,
-    chunk_size: int,
-    size: int,
-) -> Choice:
+def chunk_topk(prompts: Scored, *, chunk_size: int, size: int) -> Choice:
     """As `kernels.chunk_topk.chunk_topk`."""
-    mask = jax.vmap(_kept)(scores, forced, num_chunks, kept_chunks)
-    return expand(mask, scores, forced, num_chunks, kept_chunks, num_tokens, tokens, chunk_size=chunk_size, size=size)
+    mask = jax.vmap(_kept)(*prompts[:4])
+    return expand(mask, prompts, chunk_size=chunk_size, size=size)
 
 
 def order_key(scores: jax.Array, forced: jax.Array, chunk: jax.Array, num_chunks: jax.Array) -> jax.Array:
@@ -76,18 +77,7 @@ def _kept(scores: jax.Array, forced: jax.Array, num_chunks: jax.Array, kept_chun
     return above | (ties & (jnp.cumsum(ties, dtype=jnp.int32) <= room))
 
 
-def expand(
-    mask: jax.Array,
-    scores: jax.Array,
-    forced: jax.Array,
-    num_chunks: jax.Array,
-    kept_chunks: jax.Array,
-    num_tokens: jax.Array,
-    tokens: jax.Array,
-    *,
-    chunk_size: int,
-    size: int,
-) -> Choice:
+def expand(mask: jax.Array, prompts: Scored, *, chunk_size: int, size: int) -> Choice:
     """The choice that keeps the chunks of `mask`, bool [B, C]."""
     padded = mask.shape[1]
     slots = min(-(-size // chunk_size), padded)
@@ -98,14 +88,14 @@ def expand(
         return empty.at[slot].set(jnp.arange(padded, dtype=jnp.int32), mode="drop")
 
     kept = jax.vmap(ids)(mask)
-    count = kept_token_count(mask, num_tokens, chunk_size)
+    count = kept_token_count(mask, prompts.num_tokens, chunk_size)
     # [B, slots] -> [B, size]; only the last kept chunk can be short, so padding is at the end alone
     token = jnp.arange(size, dtype=jnp.int32)
     indices = kept[:, jnp.minimum(token // chunk_size, slots - 1)] * chunk_size + token % chunk_size
     inside = token < count[:, None]
     indices = jnp.where(inside, indices, PADDING)
-    out = jnp.where(inside, jnp.take_along_axis(tokens, jnp.maximum(indices, 0), axis=1), 0)
-    ok = fits(scores, forced, num_chunks, kept_chunks, num_tokens, tokens, count, chunk_size=chunk_size, size=size)
+    out = jnp.where(inside, jnp.take_along_axis(prompts.tokens, jnp.maximum(indices, 0), axis=1), 0)
+    ok = fits(prompts, count, chunk_size=chunk_size, size=size)
     return Choice(kept, mask, indices, out, jnp.minimum(count, size), ok)
 
 
@@ -115,19 +105,9 @@ def kept_token_count(mask: jax.Array, num_tokens: jax.Array, chunk_size: int) ->
     return jnp.sum(jnp.where(mask, jnp.minimum(num_tokens[:, None] - start, chunk_size), 0), axis=1, dtype=jnp.int32)
 
 
-def fits(
-    scores: jax.Array,
-    forced: jax.Array,
-    num_chunks: jax.Array,
-    kept_chunks: jax.Array,
-    num_tokens: jax.Array,
-    tokens: jax.Array,
-    count: jax.Array,
-    *,
-    chunk_size: int,
-    size: int,
-) -> jax.Array:
-    """Whether scores are finite and the numbers fit together, bool [B]."""
+def fits(prompts: Scored, count: jax.Array, *, chunk_size: int, size: int) -> jax.Array:
+    """Whether scores are finite and the numbers fit together, bool [B]; `count` is of the kept tokens."""
+    scores, forced, num_chunks, kept_chunks, num_tokens, tokens = prompts
     padded = scores.shape[1]
     valid = jnp.arange(padded) < num_chunks[:, None]
     return (

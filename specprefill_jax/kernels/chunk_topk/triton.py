@@ -16,6 +16,7 @@ from specprefill_jax.kernels.chunk_topk.reference import (
     PADDING,
     STEPS,
     Choice,
+    Scored,
     fits,
     kept_token_count,
     order_key,
@@ -25,19 +26,9 @@ TILE = 2048
 """Chunks a step, at most: 8 for each of 256 threads. (Twice as many compile for 20 s: the prefix sum is unrolled.)"""
 
 
-def chunk_topk(
-    scores: jax.Array,
-    forced: jax.Array,
-    num_chunks: jax.Array,
-    kept_chunks: jax.Array,
-    num_tokens: jax.Array,
-    tokens: jax.Array,
-    *,
-    chunk_size: int,
-    size: int,
-    interpret: bool,
-) -> Choice:
+def chunk_topk(prompts: Scored, *, chunk_size: int, size: int, interpret: bool) -> Choice:
     """As `kernels.chunk_topk.chunk_topk`."""
+    scores, forced, num_chunks, kept_chunks, num_tokens, tokens = prompts
     batch, padded = scores.shape
     slots = min(-(-size // chunk_size), padded)
     tile = min(TILE, max(1 << (padded - 1).bit_length(), 32))
@@ -62,7 +53,7 @@ def chunk_topk(
     )
     kept = mask[:, :padded] != 0
     count = kept_token_count(kept, num_tokens, chunk_size)
-    ok = fits(scores, forced, num_chunks, kept_chunks, num_tokens, tokens, count, chunk_size=chunk_size, size=size)
+    ok = fits(prompts, count, chunk_size=chunk_size, size=size)
     chunks = jnp.sum(kept, axis=1, dtype=jnp.int32)
     inside = jnp.arange(size) < count[:, None]
     return Choice(
