@@ -22,9 +22,9 @@ from specprefill_jax.sharding.rules import check_divides, head_copies
 CASES = ("tiny_17", "tiny_39")  # 33 and 257 tokens
 
 
-def check_goldens(model) -> None:
+def check_goldens(model, stems: tuple[str, ...]) -> None:
     for case in goldens():
-        if case.stem not in CASES:
+        if case.stem not in stems:
             continue
         g = np.load(case)
         sampling = SamplingParams(max_tokens=len(g["tokens"]), temperature=0.0, ignore_eos=True)
@@ -75,7 +75,7 @@ def check_meshes() -> None:
     free, two = load_tiny(), load_tiny(mesh=jax.make_mesh((2,), ("tensor",), devices=jax.devices()[4:6]))
     assert free.main.mesh.size == free.speculator.model.mesh.size == 8
     assert two._gain(3000, 8, 900) == free._gain(3000, 8, 900), "copies of heads are no work of the model's"
-    g = next(np.load(case) for case in goldens() if case.stem == CASES[1])
+    g = next(np.load(case) for case in goldens() if case.stem == CASES[0])
     ids, config = g["ids"].tolist(), setting_of(g).config
     sampling = SamplingParams(max_tokens=len(g["tokens"]), temperature=0.0, ignore_eos=True)
     logits = two.prefill(ids, free.select(ids, config))
@@ -90,7 +90,7 @@ def main() -> None:
     for devices in (1, 2, 4, 8):
         model = load_tiny(mesh=make_mesh(devices))
         check_layout(model, devices)
-        check_goldens(model)
+        check_goldens(model, CASES if devices == 8 else CASES[:1])  # the more devices, the harder
         for tokens in (1, 32):
             found = collectives(model.main, tokens)
             # Two a layer, and one for the embedding.
