@@ -122,6 +122,7 @@ class SpecPrefill:
         """
         if mesh is not None:
             mesh = check_mesh(mesh)
+        choose_backend(kernels)  # before any file is read
         chunk = DEFAULT_CHUNK if prefill_chunk is None else prefill_chunk
         chunk = check_integer("prefill_chunk", chunk, 1, allowed="None or an integer of at least 1")
         opened = open_checkpoint(main)
@@ -131,12 +132,15 @@ class SpecPrefill:
         if speculator_layers is not None:
             allowed = f"None or an integer from 1 to the speculator's {layers}"
             speculator_layers = check_integer("speculator_layers", speculator_layers, 1, layers, allowed)
+
+        def check(mesh: Mesh) -> None:
+            for checkpoint in (opened, draft):
+                check_fits(mesh, checkpoint.config)
+
         if mesh is None:
-            mesh = largest_mesh(lambda found: (check_fits(found, opened.config), check_fits(found, draft.config)))
+            mesh = largest_mesh(check)
         else:
-            check_fits(mesh, opened.config)
-            check_fits(mesh, draft.config)
-        backend = choose_backend(kernels, mesh)
+            check(mesh)
         tokenizer = opened.tokenizer()
         if not shared:
             same_tokenizer(tokenizer, draft.tokenizer(), opened.config.vocab_size, draft.config.vocab_size)
@@ -151,7 +155,7 @@ class SpecPrefill:
             tokenizer,
             prefill_chunk=chunk,
             default_look_ahead=default_look_ahead,
-            kernels=backend,
+            kernels=kernels,
         )
 
     @property

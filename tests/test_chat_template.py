@@ -131,4 +131,4 @@ class TestChatTemplate:
     @pytest.mark.parametrize("messages", [[], "hi", None, {"role": "user"}, [1], [{"content": "x"}], [{"role": 3}]])
     def test_messages_of_another_shape(self, messages: object) -> None:
         with pytest.raises(ArgumentError, match="messages"):
-            self.chat("x").render_chat(messages)  # type: ignore[arg-type]
+            self.chat("x").render_chat(messages)

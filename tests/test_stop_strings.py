@@ -38,7 +38,7 @@ class TestStopStrings:
     @pytest.mark.parametrize("stop", ["", [""], ["a", 3]])
     def test_empty_stop(self, stop: object) -> None:
         with pytest.raises(ArgumentError, match="stop="):
-            StopStrings(stop)  # type: ignore[arg-type]
+            StopStrings(stop)
 
     @given(
         st.lists(st.text("ab", max_size=5), max_size=20),

@@ -97,9 +97,9 @@ def test_laps_know_their_rate_and_label() -> None:
 def test_timings_cannot_be_changed() -> None:
     timings = Timings(tokens={"decode": 1})
     with pytest.raises(TypeError):
-        timings.tokens["decode"] = 2  # type: ignore[index]
+        timings.tokens["decode"] = 2
     with pytest.raises(AttributeError):
-        timings.decode = 1.0  # type: ignore[misc]
+        timings.decode = 1.0
 
 
 @pytest.mark.parametrize("seconds", [-0.1, float("nan"), float("inf")])

@@ -1,8 +1,9 @@
 """Which implementation of a kernel runs where."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import StrEnum
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -53,18 +54,17 @@ def choose_backend(asked: str | None, mesh: Mesh | None = None) -> Backend:
     return Backend(asked)
 
 
-def run[T](
-    implementations: Mapping[str, Callable[..., T]],
-    reference: Callable[..., T],
-    backend: Backend,
-    *args: Any,
-    **static: int,
-) -> T:
-    """Call the backend's implementation. Only `Unsupported` falls through to the reference, and is logged."""
-    implementation = implementations.get(backend.removesuffix("_interpret"))
-    if implementation is not None:
+def run[T](reference: Callable[..., T], backend: Backend, *args: Any, **static: int) -> T:
+    """Call the backend's namesake of `reference`, from the module beside it that is named after the backend.
+
+    It is imported only now: Pallas takes a while to import, and a CPU has no use for it. Only `Unsupported` falls
+    through to the reference, and is logged.
+    """
+    if backend is not Backend.REFERENCE:
+        package = reference.__module__.rpartition(".")[0]
+        module = import_module(f"{package}.{backend.removesuffix('_interpret')}")
         try:
-            return implementation(*args, **static, interpret=backend.interpret)
+            return getattr(module, reference.__name__)(*args, **static, interpret=backend.interpret)
         except Unsupported as error:
             _log.warning("%s kernel not used, but the reference: %s", backend, error)
     return reference(*args, **static)

@@ -13,12 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from specprefill_jax.errors import argument_error
 from specprefill_jax.kernels.backend import Backend, choose_backend, run
-from specprefill_jax.kernels.chunk_topk import mosaic_tpu, reference, triton
+from specprefill_jax.kernels.chunk_topk import reference
 from specprefill_jax.kernels.chunk_topk.reference import PADDING, Choice, Scored
 
 __all__ = ["PADDING", "Choice", "chunk_topk"]
-
-_IMPLEMENTATIONS = {"triton": triton.chunk_topk, "mosaic_tpu": mosaic_tpu.chunk_topk}
 
 
 def chunk_topk(
@@ -56,8 +54,7 @@ def chunk_topk(
         ArgumentError: an unknown backend, or numbers that are not one a prompt.
     """
     chosen = choose_backend(backend, mesh)
-    static = {"chunk_size": chunk_size, "size": size}
-    compute = partial(run, _IMPLEMENTATIONS, reference.chunk_topk, chosen, **static)
+    compute = partial(run, reference.chunk_topk, chosen, chunk_size=chunk_size, size=size)
     if mesh is not None:
         compute = jax.shard_map(compute, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     prompts = Scored(

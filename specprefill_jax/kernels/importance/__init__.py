@@ -16,9 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from specprefill_jax.kernels.backend import Backend, choose_backend, run
-from specprefill_jax.kernels.importance import mosaic_tpu, reference, triton
-
-_IMPLEMENTATIONS = {"triton": triton.pooled_maxima, "mosaic_tpu": mosaic_tpu.pooled_maxima}
+from specprefill_jax.kernels.importance import reference
 
 
 def pooled_maxima(
@@ -54,7 +52,7 @@ def pooled_maxima(
     """
     keys, queries, num_tokens = (jnp.asarray(x) for x in (keys, queries, num_tokens))
     chosen = choose_backend(backend, mesh)
-    compute = partial(run, _IMPLEMENTATIONS, reference.pooled_maxima, chosen, size=size, pool_width=pool_width)
+    compute = partial(run, reference.pooled_maxima, chosen, size=size, pool_width=pool_width)
     if mesh is None:
         return compute(keys, queries, num_tokens)
 
