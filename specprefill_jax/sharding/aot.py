@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from specprefill_jax.errors import argument_error
+from specprefill_jax.sharding.mesh import make_mesh
 
 _TARGETS = Path(__file__).parent / "targets"
 _COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
@@ -87,7 +87,7 @@ def tpu_mesh(devices: int, topology: str = "v5e:2x4") -> Mesh:
 def _mesh(topology: Any, devices: int) -> Mesh:
     if not 1 <= devices <= len(topology.devices):
         raise argument_error("devices", devices, f"from 1 to the {len(topology.devices)} of the topology")
-    return Mesh(np.array(topology.devices[:devices]), ("tensor",), axis_types=(AxisType.Auto,))
+    return make_mesh(topology.devices[:devices])
 
 
 def compile_for(function: Callable, arguments: tuple, name: str, dump: Path | None) -> Report:
