@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from specprefill_jax.models.loaded import LoadedLlama, Step, Weights
 from specprefill_jax.sampling import SamplingArrays, mark_seen, sample, token_logprobs
@@ -49,7 +49,12 @@ class Decoder:
 
     def __init__(self, model: LoadedLlama):
         self.model = model
-        self._choose = jax.jit(self._choose_fn, static_argnames="top_n", donate_argnames="seen")
+        self._choose = jax.jit(
+            self._choose_fn,
+            static_argnames="top_n",
+            donate_argnames="seen",
+            out_shardings=None if model.mesh is None else model.whole,
+        )
 
     def tokens(
         self,
@@ -73,7 +78,7 @@ class Decoder:
             max_tokens: tokens at most; slot + max_tokens - 1 must not exceed the capacity.
             logprobs: likeliest tokens to report with each one, or None for no log-probabilities.
         """
-        row = jnp.zeros_like(slot)
+        row = self.model.put(np.zeros((1,), np.int32))
         cache, hidden = step.cache, step.hidden
         now = _Next(row, position - 1, slot - 1, seen, None)
         for index in range(max_tokens):

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, Self, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -281,12 +280,13 @@ class SpecPrefill:
             [sampling.min_p],
             [sampling.repetition_penalty],
             [sampling.seed],
+            put=self.main.put,
         )
         selection, step, slot = self._read(ids, tail, config, limit, clock)
+        position = self.main.put(np.full((1,), len(ids), np.int32))
         seen = None
         if sampling.repetition_penalty != 1.0:
-            seen = _seen_tokens(_padded_ids(ids), np.full((1,), len(ids)), self.main.config.vocab_size)
-        position = jnp.full((1,), len(ids), jnp.int32)
+            seen = _seen_tokens(self.main.put(_padded_ids(ids)), position, self.main.config.vocab_size)
         decoded = self._decoder.tokens(
             step, position, slot, settings, seen, max_tokens=limit, logprobs=sampling.logprobs
         )
@@ -419,9 +419,9 @@ class SpecPrefill:
         if selection.choice is None:
             tokens = np.zeros((1, total), np.int32)
             tokens[0, :size] = ids
-            kept = jnp.asarray(tokens)
-            positions = jnp.arange(total, dtype=jnp.int32)[None]
-            count = jnp.full((1,), size, jnp.int32)
+            kept = self.main.put(tokens)
+            positions = self.main.put(np.arange(total, dtype=np.int32)[None])
+            count = self.main.put(np.full((1,), size, np.int32))
         else:
             # The selection may come from a pipeline with another prefill chunk: its padding is not ours.
             kept, positions, count = kept_batch(selection.choice, size=total)

@@ -35,8 +35,11 @@ def sampling_arrays(
     min_p: Sequence[float] | None = None,
     repetition_penalty: Sequence[float] | None = None,
     seed: Sequence[int | None] | None = None,
+    *,
+    put: Callable[[np.ndarray], Array] = jnp.asarray,
 ) -> SamplingArrays:
     """Gather plain settings, one entry per row; what is left out is off. A seed of None draws a fresh one.
+    `put` takes the host's arrays to where they are used.
 
     Raises ArgumentError when the lists differ in length. Values are checked where they come from (SamplingParams).
     """
@@ -51,12 +54,12 @@ def sampling_arrays(
     # top_k beyond int32 keeps everything, as off does.
     limits = [min(value or 0, np.iinfo(np.int32).max) for value in column("top_k", top_k, None)]
     return SamplingArrays(
-        temperature=jnp.asarray(temperature, jnp.float32),
-        top_k=jnp.asarray(limits, jnp.int32),
-        top_p=jnp.asarray(column("top_p", top_p, 1.0), jnp.float32),
-        min_p=jnp.asarray(column("min_p", min_p, 0.0), jnp.float32),
-        repetition_penalty=jnp.asarray(column("repetition_penalty", repetition_penalty, 1.0), jnp.float32),
-        key=jnp.asarray([(value >> 32, value & 0xFFFFFFFF) for value in seeds], jnp.uint32).reshape(rows, 2),
+        temperature=put(np.asarray(temperature, np.float32)),
+        top_k=put(np.asarray(limits, np.int32)),
+        top_p=put(np.asarray(column("top_p", top_p, 1.0), np.float32)),
+        min_p=put(np.asarray(column("min_p", min_p, 0.0), np.float32)),
+        repetition_penalty=put(np.asarray(column("repetition_penalty", repetition_penalty, 1.0), np.float32)),
+        key=put(np.asarray([(value >> 32, value & 0xFFFFFFFF) for value in seeds], np.uint32).reshape(rows, 2)),
     )
 
 

@@ -4,7 +4,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from specprefill_jax.importance import chunk_scores, token_importance
 from specprefill_jax.kernels.chunk_topk import PADDING, Choice, chunk_topk
@@ -51,8 +53,9 @@ def score_and_choose(
         backend=backend,
         mesh=mesh,
     )
-    rows = (importance, scores, choice, ahead.num_queries, ahead.tokens)
-    return jax.tree.map(lambda row: row[0], rows)
+    rows = jax.tree.map(lambda row: row[0], (importance, scores, choice, ahead.num_queries, ahead.tokens))
+    # The host reads them, in every process: each must hold them whole.
+    return rows if mesh is None else lax.with_sharding_constraint(rows, NamedSharding(mesh, P()))
 
 
 @partial(jax.jit, static_argnames="size")

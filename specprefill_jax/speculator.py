@@ -58,9 +58,9 @@ class Speculator:
         ids[0, :size] = tokens
         step = prefill(
             self.model,
-            jnp.asarray(ids),
-            jnp.arange(total, dtype=jnp.int32)[None],
-            jnp.full((1,), size, jnp.int32),
+            self.model.put(ids),
+            self.model.put(np.arange(total, dtype=np.int32)[None]),
+            self.model.put(np.full((1,), size, np.int32)),
             size=size,
             capacity=capacity_for(max(total, size + look_ahead - 1)),
             chunk=self.chunk,

@@ -85,18 +85,26 @@ class LoadedLlama:
         self._inv_freq, self._rope_scaling = frequencies(config.rope, config.head_dim)
         self._outer_def, self._outer_tree = _abstract(Outer, self.layout, dtype)
         self._block_def, self._block_tree = _abstract(Block, self.layout, dtype)
-        self._layers = [jnp.int32(i) for i in range(config.num_layers)]
+        self._layers = [self.put(np.array(i, np.int32)) for i in range(config.num_layers)]
         self._begin = jax.jit(self._begin_fn, donate_argnames="cache")
         self._block = jax.jit(self._block_fn, donate_argnames=("x", "cache"))
         self._take = jax.jit(_take_row)
         self._scanned = jax.jit(self.run, donate_argnames="cache")
-        self.logits: Callable[[Weights, jax.Array], jax.Array] = jax.jit(self.logits_fn)
+        self.logits: Callable[[Weights, jax.Array], jax.Array] = jax.jit(
+            self.logits_fn, out_shardings=None if mesh is None else self.whole
+        )
         """Compiled `logits_fn`."""
 
     @property
     def whole(self) -> Sharding:
         """Where an array lies that every device of this model holds whole."""
         return self.weights.outer[0].sharding if self.mesh is None else NamedSharding(self.mesh, P())
+
+    def put(self, array: np.ndarray) -> jax.Array:
+        """An array of the host's, whole on every device of this model; every process must give the same one."""
+        if self.mesh is None:
+            return jnp.asarray(array)
+        return jax.make_array_from_callback(array.shape, self.whole, lambda index: array[index])
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache in this model's dtype."""
@@ -300,7 +308,7 @@ def _leaves(
 
 
 @partial(jax.jit, donate_argnums=0)
-def _set_layer(stack: Leaves, layer: jax.Array, leaves: Leaves) -> Leaves:
+def _set_layer(stack: Leaves, layer: ArrayLike, leaves: Leaves) -> Leaves:
     return tuple(lax.dynamic_update_index_in_dim(s, x, layer, 0) for s, x in zip(stack, leaves, strict=True))
 
 
@@ -318,6 +326,6 @@ def _stack(layers: Iterator[Leaves], count: int) -> Leaves:
     for i, leaves in enumerate(layers):
         if stack is None:
             stack = tuple(_empty_stack(x, count) for x in leaves)
-        stack = _set_layer(stack, jnp.int32(i), leaves)
+        stack = _set_layer(stack, np.int32(i), leaves)
     assert stack is not None
     return stack
