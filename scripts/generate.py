@@ -2,12 +2,13 @@
 """Answer a question about a long text after reading the part of it that matters.
 
 The answer goes to stdout as it comes; progress, the map and the table of phases go to stderr.
-Exit status: 0, 2 for bad input, 130 when interrupted.
+Exit status: 0, 1 when another process was lost, 2 for bad input, 130 when interrupted.
 
     python scripts/generate.py "Why is the sky blue?"
     python scripts/generate.py --file book.txt --question "Who owns the boat?" --keep-rate 0.15 --map
     python scripts/generate.py --file book.txt --question "Who owns the boat?" --compare --html map.html
     cat book.txt | python scripts/generate.py - --question "Who owns the boat?" --json
+    srun python scripts/generate.py --distributed --file book.txt --question "Who owns the boat?"
 """
 
 import contextlib
@@ -74,6 +75,20 @@ class Options:
     devices: int | None = None
     """Devices that share both models (tensor parallelism); by default as many of those here as can."""
 
+    distributed: bool = False
+    """Several processes, started alike: work together with those that JAX finds under Slurm, Open MPI or Kubernetes,
+    or on a TPU pod. Process 0's flags and prompt count, and it alone prints the answer."""
+
+    coordinator: str | None = None
+    """The same where JAX does not find them: "host:port" of process 0, with a port that is free there. Needs the next
+    two flags."""
+
+    num_processes: int | None = None
+    """How many processes there are."""
+
+    process_id: int | None = None
+    """Which of them this is, from 0."""
+
     dense: bool = False
     """Read the whole prompt."""
 
@@ -112,8 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:
-        options = parse(sys.argv[1:] if argv is None else argv)
-        generate(options)
+        argv = sys.argv[1:] if argv is None else argv
+        generate(*agree(parse(argv), argv))
         return 0
     except Interrupted:
         print("\ninterrupted", file=sys.stderr)
@@ -146,11 +161,37 @@ def parse(argv: Sequence[str]) -> Options:
     return options
 
 
-def generate(options: Options) -> None:
+def agree(options: Options, argv: Sequence[str]) -> tuple[Options, Prompt]:
+    """Flags, and the prompt but for its question: with several processes those of process 0, in all of them."""
+    together = (options.coordinator, options.num_processes, options.process_id)
+    if not options.distributed and together == (None, None, None):
+        return options, read_prompt(options)
+    import jax
+
+    from specprefill_jax.sharding import distributed  # here, like JAX, so that nobody else waits for it
+
+    distributed.start(*together)
+    first = jax.process_index() == 0
+    # The answer's alone: Gloo says to the process's stdout what it does, and so may others.
+    answer = os.dup(1) if first else os.open(os.devnull, os.O_WRONLY)
+    sys.stdout.flush()
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(answer, "w", encoding=sys.stdout.encoding, errors="replace")
+    said: dict[str, Any] = {}
+    if first:
+        try:
+            said = {"argv": list(argv), "prompt": read_prompt(options)}
+        except (ValueError, OSError) as error:
+            said = {"error": str(error)}
+    said = distributed.broadcast(said)
+    if "error" in said:
+        raise ArgumentError(said["error"])
+    options = parse(said["argv"])
+    return options if first else replace(options, quiet=True, map=False, html=None), said["prompt"]
+
+
+def generate(options: Options, document: Prompt) -> None:
     """Answer as `options` say, and show what was asked for."""
-    document = read_prompt(options)
-    if options.html is not None:
-        check_writable(Path(options.html))
     console = Console(stderr=True, quiet=options.quiet, highlight=False, soft_wrap=False)
     say = console.print
 
@@ -242,7 +283,12 @@ def load(options: Options, say: Callable[[str], None]) -> Any:
 
 
 def read_prompt(options: Options) -> Prompt:
-    """The text or the chat messages that the prompt is made of, before the question."""
+    """The text or the chat messages that the prompt is made of, before the question.
+
+    Other files are checked on the way: no model should be loaded in vain.
+    """
+    if options.html is not None:
+        check_writable(Path(options.html))
     given = [name for name in ("text", "prompt", "file", "chat") if getattr(options, name) is not None]
     if len(given) != 1:
         names = {"text": "a prompt as argument", "prompt": "--prompt", "file": "--file", "chat": "--chat"}
@@ -323,7 +369,11 @@ def _unboxed(said: str) -> str:
 
 def run() -> NoReturn:
     """Leave the process with `main`'s status."""
-    sys.exit(main())
+    status = main()
+    distributed = sys.modules.get("specprefill_jax.sharding.distributed")
+    if status and distributed is not None:
+        distributed.leave(status)  # the others must not wait for this process
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The way of a prompt: speculate, score, choose, prefill what was kept, decode."""
 
 import os
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +24,7 @@ from specprefill_jax.prefill import DEFAULT_CHUNK, bucket, padded, prefill
 from specprefill_jax.sampling import sampling_arrays, seen_tokens
 from specprefill_jax.scoring import kept_batch, score_and_choose
 from specprefill_jax.selection import Plan, Reason, Selection, num_chunks, plan
+from specprefill_jax.sharding.distributed import broadcast
 from specprefill_jax.sharding.mesh import check_mesh, largest_mesh
 from specprefill_jax.speculator import MAX_EOS_IDS, Speculator
 from specprefill_jax.timing import Marks, PhaseClock, Timings
@@ -65,6 +67,9 @@ class SpecPrefill:
     """A main model and its speculator.
 
     One prompt at a time; not safe to share between threads. Nothing is kept between prompts but compiled programs.
+
+    On a mesh over several processes (`sharding.distributed`), every process makes the same calls with the same prompts
+    and settings, takes as many pieces of a stream as the others, and gets the same results.
     """
 
     def __init__(
@@ -279,7 +284,7 @@ class SpecPrefill:
             [sampling.top_p],
             [sampling.min_p],
             [sampling.repetition_penalty],
-            [sampling.seed],
+            [_seed(sampling)],
             put=self.main.put,
         )
         selection, step, slot = self._read(ids, tail, config, limit, clock)
@@ -489,6 +494,13 @@ class SpecPrefill:
             where = f"prompt[{bad[0]}]"
             raise argument_error(where, int(checked[bad[0]]), f"a token id from 0 to {vocabulary - 1}")
         return checked.astype(np.int32)
+
+
+def _seed(sampling: SamplingParams) -> int | None:
+    """The seed; where none is given and processes could draw different ones, process 0's."""
+    if sampling.seed is not None or sampling.temperature == 0 or jax.process_count() == 1:
+        return sampling.seed
+    return broadcast(secrets.randbits(64))
 
 
 _seen_tokens = jax.jit(seen_tokens, static_argnums=2)
