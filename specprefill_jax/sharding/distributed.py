@@ -80,7 +80,8 @@ def start(
     given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
     missing = [name for name, value in given.items() if value is None]
     if 0 < len(missing) < len(given):
-        raise argument_error(missing[0], None, f"given, since {' and '.join(given.keys() - set(missing))} is")
+        others = " and ".join(name for name in given if name not in missing)
+        raise argument_error(missing[0], None, f"given with {others}: all three or, where JAX finds them, none")
     if coordinator is not None:
         _address(coordinator)
         num_processes = check_integer("num_processes", num_processes, 1)
