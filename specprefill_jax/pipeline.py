@@ -431,7 +431,7 @@ class SpecPrefill:
             # The selection may come from a pipeline with another prefill chunk: its padding is not ours.
             kept, positions, count = kept_batch(selection.choice, size=total)
             if kept.sharding.device_set != self.main.whole.device_set:  # a speculator on devices of its own
-                kept, positions, count = jax.device_put((kept, positions, count), self.main.whole)
+                kept, positions, count = (self._handed_on(array) for array in (kept, positions, count))
         step = prefill(
             self.main,
             kept,
@@ -442,6 +442,12 @@ class SpecPrefill:
             chunk=self.prefill_chunk,
         )
         return step, count
+
+    def _handed_on(self, array: jax.Array) -> jax.Array:
+        """An array that every speculator's device holds whole, on every device of the main model."""
+        if array.is_fully_addressable:
+            return jax.device_put(array, self.main.whole)
+        return self.main.put(np.asarray(array))  # each process hands on its own; JAX copies within one only
 
     def _failed(self, ids: np.ndarray, config: SpecPrefillConfig, error: Exception) -> Selection:
         detail = f"{type(error).__name__}: {error}"

@@ -62,7 +62,7 @@ def agree() -> None:
         assert distributed.broadcast(sent if jax.process_index() == 0 else {"not": "this"}) == sent
     devices = jax.devices()
     assert [device.process_index for device in devices] == [0] * 4 + [1] * 4
-    assert list(make_mesh(3).devices) == [devices[0], devices[1], devices[4]]
+    assert list(make_mesh(3).devices.flat) == [devices[0], devices[1], devices[4]]
     assert largest_mesh(lambda mesh: head_copies(mesh, 9, 3)).size == 3
     with pytest.raises(ValueError, match="with devices of every process; process 1 has none there"):
         check_mesh(Mesh(np.array(devices[:4]), ("tensor",)))
