@@ -40,8 +40,8 @@ class Speculator:
     def __init__(self, model: LoadedLlama, chunk: int):
         self.model = model
         self.chunk = chunk
-        self._decode = jax.jit(self._decode_fn, static_argnames="count", donate_argnames="cache")
-        self._greedy = jax.jit(self._greedy_fn)
+        self._decode = model.jit(self._decode_fn, static_argnames="count", donate_argnames="cache")
+        self._greedy = model.jit(self._greedy_fn)
         self._collect = jax.jit(_collect)
 
     def read(self, tokens: np.ndarray, look_ahead: int, eos_token_ids: tuple[int, ...]) -> LookAhead:

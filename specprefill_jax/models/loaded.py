@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -31,10 +32,11 @@ from specprefill_jax.errors import argument_error
 from specprefill_jax.models import attention
 from specprefill_jax.models.checkpoint import Checkpoint
 from specprefill_jax.models.config import DTYPES, LlamaConfig
-from specprefill_jax.models.llama import Block, Outer
+from specprefill_jax.models.llama import Block, Layout, Outer
 from specprefill_jax.models.rope import Rotation, frequencies, rotation
-from specprefill_jax.models.weights import axes_of, copy_heads
-from specprefill_jax.sharding.rules import check_divides, head_copies, sharding, spec
+from specprefill_jax.models.weights import axes_of, copy_heads, float8_names
+from specprefill_jax.sharding.mesh import check_mesh, platform
+from specprefill_jax.sharding.rules import TENSOR, batch_letter, check_divides, head_copies, sharding, spec
 
 Leaves = tuple[jax.Array, ...]
 
@@ -45,8 +47,8 @@ class Weights:
     """All parameters as flat tuples: an argument of every compiled program."""
 
     outer: Leaves
-    blocks: tuple[Leaves, ...] | Leaves
-    """Layerwise: one tuple a layer. Scanned: one tuple of stacked arrays [L, ...]."""
+    blocks: tuple[Leaves, ...]
+    """Layerwise: one tuple a layer. Scanned: one tuple of stacked arrays [count, ...] a run of like layers."""
 
 
 @jax.tree_util.register_dataclass
@@ -59,6 +61,16 @@ class Step:
     queries: jax.Array | tuple[jax.Array, ...]
     """L arrays [B, N, H], or one stacked [L, B, N, H]: that token's queries, after RoPE, as attention used them."""
     cache: KVCache
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive layers of the same arrays, which one compiled program serves: as a rule all of them."""
+
+    first: int
+    count: int
+    definition: nnx.GraphDef
+    tree: jax.tree_util.PyTreeDef
 
 
 class LoadedLlama:
@@ -83,15 +95,23 @@ class LoadedLlama:
         self.layerwise = layerwise
         self._one_layer = False
         self._inv_freq, self._rope_scaling = frequencies(config.rope, config.head_dim)
-        self._outer_def, self._outer_tree = _abstract(Outer, self.layout, dtype)
-        self._block_def, self._block_tree = _abstract(Block, self.layout, dtype)
+        self._outer_def, self._outer_tree = _abstract(lambda rngs: Outer(self.layout, dtype, _split(mesh), rngs=rngs))
+        self.runs = tuple(
+            Run(first, count, *_abstract(_block(self.layout, dtype, mesh, first)))
+            for first, count in like_layers(config)
+        )
+        """The layers, in order."""
         self._layers = [jnp.int32(i) for i in range(config.num_layers)]
         self._begin = jax.jit(self._begin_fn, donate_argnames="cache")
-        self._block = jax.jit(self._block_fn, donate_argnames=("x", "cache"))
+        self._block = jax.jit(self._block_fn, donate_argnames=("x", "cache"), static_argnames="run")
         self._take = jax.jit(_take_row)
-        self._scanned = jax.jit(self.run, donate_argnames="cache")
-        self.logits: Callable[[Weights, jax.Array], jax.Array] = jax.jit(self.logits_fn)
+        self._scanned = self.jit(self.run, donate_argnames="cache")
+        self.logits: Callable[[Weights, jax.Array], jax.Array] = self.jit(self.logits_fn)
         """Compiled `logits_fn`."""
+
+    def jit(self, function: Callable, **options: Any) -> Any:
+        """`jax.jit` of a whole program of this model, compiled as suits its devices."""
+        return jax.jit(function, compiler_options=compiler_options(self.mesh), **options)
 
     @property
     def whole(self) -> Sharding:
@@ -112,17 +132,12 @@ class LoadedLlama:
             start: [B] int32, slot of each row's first token; start + T must not exceed the capacity.
             row: [B] int32 in 0..T-1, the token of each row whose hidden state and queries are returned.
         """
-        if not self.layerwise:
-            return self._scanned(self.weights, tokens, positions, cache, start, row)
-        if self._one_layer:
-            weights = Weights(self.weights.outer, self.weights.blocks[:1])
-            step = self.run(weights, tokens, positions, cache, start, row)
-            return dataclasses.replace(step, queries=step.queries * self.config.num_layers)
-        return self.run(self.weights, tokens, positions, cache, start, row)
+        run = self.run if self.layerwise else self._scanned
+        return run(self.weights, tokens, positions, cache, start, row)
 
     @contextlib.contextmanager
     def one_layer(self) -> Iterator[None]:
-        """Within it a layerwise `step` runs one layer for all: to compile every program at little of the cost.
+        """Within it a layerwise `step` runs one layer for all like it: to compile every program at little of the cost.
 
         Results have the right shapes and no meaning. A scanned model is not affected.
         """
@@ -145,18 +160,25 @@ class LoadedLlama:
         x, by, cache = self._begin(weights.outer, tokens, positions, cache, start)
         if self.layerwise:
             queries = []
-            for layer, leaves in zip(self._layers, weights.blocks, strict=False):
-                x, cache, q = self._block(leaves, x, by, cache, layer, start, row)
-                queries.append(q)
+            for run in self.runs:
+                for i in range(run.first, run.first + (1 if self._one_layer else run.count)):
+                    x, cache, q = self._block(weights.blocks[i], x, by, cache, self._layers[i], start, row, run=run)
+                    queries += [q] * (run.count if self._one_layer else 1)
             return Step(self._take(x, row), tuple(queries), cache)
 
-        def body(carry: tuple[jax.Array, KVCache], xs: Any) -> tuple[tuple[jax.Array, KVCache], jax.Array]:
-            x, cache, q = self._block(xs[0], carry[0], by, carry[1], xs[1], start, row)
-            return (x, cache), q
+        stacked = []
+        for run, leaves in zip(self.runs, weights.blocks, strict=True):
 
-        layers = jnp.arange(self.config.num_layers)
-        (x, cache), stacked = lax.scan(body, (x, cache), (weights.blocks, layers))
-        return Step(self._take(x, row), stacked, cache)
+            def body(
+                carry: tuple[jax.Array, KVCache], xs: Any, run: Run = run
+            ) -> tuple[tuple[jax.Array, KVCache], jax.Array]:
+                x, cache, q = self._block(xs[0], carry[0], by, carry[1], xs[1], start, row, run=run)
+                return (x, cache), q
+
+            layers = jnp.arange(run.first, run.first + run.count)
+            (x, cache), q = lax.scan(body, (x, cache), (leaves, layers))
+            stacked.append(q)
+        return Step(self._take(x, row), jnp.concatenate(stacked) if len(stacked) > 1 else stacked[0], cache)
 
     def logits_fn(self, weights: Weights, hidden: jax.Array) -> jax.Array:
         """Next-token logits, float32 [B, V], of hidden states [B, E]."""
@@ -166,8 +188,6 @@ class LoadedLlama:
         self, outer: Leaves, tokens: jax.Array, positions: jax.Array, cache: KVCache, start: jax.Array
     ) -> tuple[jax.Array, Rotation, KVCache]:
         x = _merge(self._outer_def, self._outer_tree, outer).embedding(tokens)
-        if self.mesh is not None:
-            x = lax.with_sharding_constraint(x, sharding(self.mesh, "BTE"))
         stored = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, axis=0))
         cache = KVCache(cache.k, cache.v, stored(cache.positions, positions, start))
         return x, rotation(positions, self._inv_freq, self._rope_scaling), cache
@@ -181,8 +201,10 @@ class LoadedLlama:
         layer: jax.Array,
         start: jax.Array,
         row: jax.Array,
+        *,
+        run: Run,
     ) -> tuple[jax.Array, KVCache, jax.Array]:
-        block = _merge(self._block_def, self._block_tree, leaves)
+        block = _merge(run.definition, run.tree, leaves)
         seen: list = []
 
         def local(
@@ -192,8 +214,9 @@ class LoadedLlama:
             return written, attention.attend(q, written, layer, start)
 
         if self.mesh is not None:  # each device attends with its own heads; left to itself, XLA would gather them
-            q_spec, kv_spec, cache_specs = spec("BTNH"), spec("BTKH"), cache_spec()
-            arguments = (q_spec, kv_spec, kv_spec, cache_specs, P(), P())
+            rows = batch_letter(self.mesh, len(x))
+            q_spec, kv_spec, cache_specs = spec(f"{rows}TNH"), spec(f"{rows}TKH"), cache_spec(self.mesh, len(x))
+            arguments = (q_spec, kv_spec, kv_spec, cache_specs, P(), spec(rows))
             local = jax.shard_map(
                 local, mesh=self.mesh, in_specs=arguments, out_specs=(cache_specs, q_spec), check_vma=False
             )
@@ -223,7 +246,7 @@ def load(
         dtype: float32, bfloat16 or float16: of parameters, cache and activations.
         num_layers: use only the first so many layers (all of them when None).
         layerwise: the form of the forward pass (see the module); by default layerwise on one CPU, scanned elsewhere.
-        mesh: devices that share the model along the axis `tensor`; each gets only its own slices.
+        mesh: devices that share the model (`sharding.mesh.make_mesh`); each gets only its own slices.
         report: called with (layers read, layers in all) as loading goes on.
     """
     if dtype not in DTYPES:
@@ -235,6 +258,7 @@ def load(
         config = dataclasses.replace(config, num_layers=num_layers)
     if layerwise is None:
         layerwise = jax.default_backend() == "cpu" and mesh is None
+    mesh = None if mesh is None else check_mesh(mesh)
     copies = (1, 1) if mesh is None else check_fits(mesh, config)
     layout = dataclasses.replace(
         config, num_heads=config.num_heads * copies[0], num_kv_heads=config.num_kv_heads * copies[1]
@@ -242,22 +266,46 @@ def load(
     kind = jnp.dtype(dtype)
 
     def place(name: str, array: np.ndarray) -> jax.Array:
+        float8 = array.dtype == jnp.float8_e4m3fn
+        as_stored = float8 or name.endswith("_scale")
+        to = array.dtype if as_stored else kind
         if mesh is None:
-            return jnp.asarray(array, kind)
-        array = copy_heads(name, array, *copies)
-        split = sharding(mesh, axes_of(name))
-        return jax.make_array_from_callback(array.shape, split, lambda index: np.asarray(array[index], kind))
+            return jnp.asarray(array, to)
+        array = copy_heads(name, array, *copies, float8=float8)
+        split = sharding(mesh, axes_of(name, float8=float8))
+        return jax.make_array_from_callback(array.shape, split, lambda index: np.asarray(array[index], to))
 
-    outer = _leaves(Outer, layout, kind, checkpoint.outer(), place)
+    outer = _leaves(lambda rngs: Outer(layout, kind, rngs=rngs), checkpoint.outer(), place)
 
-    def layers() -> Iterator[Leaves]:
-        for i in range(config.num_layers):
-            yield _leaves(Block, layout, kind, checkpoint.layer(i), place)
+    def layers(first: int, count: int) -> Iterator[Leaves]:
+        for i in range(first, first + count):
+            yield _leaves(_block(layout, kind, mesh, i), checkpoint.layer(i), place)
             if report is not None:
                 report(i + 1, config.num_layers)
 
-    blocks: tuple[Leaves, ...] | Leaves = tuple(layers()) if layerwise else _stack(layers(), config.num_layers)
-    return LoadedLlama(config, kind, Weights(outer, blocks), layerwise=layerwise, layout=layout, mesh=mesh)
+    blocks: list[Leaves] = []
+    for first, count in like_layers(config):
+        blocks += layers(first, count) if layerwise else [_stack(layers(first, count), count)]
+    return LoadedLlama(config, kind, Weights(outer, tuple(blocks)), layerwise=layerwise, layout=layout, mesh=mesh)
+
+
+def like_layers(config: LlamaConfig) -> list[tuple[int, int]]:
+    """(first, count) of each run of consecutive layers that have the same arrays: the same matrices in float8."""
+    kinds = [float8_names(config, i) for i in range(config.num_layers)]
+    firsts = [i for i in range(len(kinds)) if i == 0 or kinds[i] != kinds[i - 1]]
+    return [(first, end - first) for first, end in pairwise([*firsts, len(kinds)])]
+
+
+def compiler_options(mesh: Mesh | None) -> dict[str, bool | int]:
+    """XLA's options for a whole model's programs.
+
+    On GPUs, library matrix products that read a layer's weights where they lie in the stack. Triton's, and products
+    merged into one, have XLA copy them out of it first: three times the memory traffic of a decode step, and 0.2 GiB
+    instead of 0.03 a device for a 70B model on eight (seen in programs compiled for H100).
+    """
+    if platform(mesh) != "gpu":
+        return {}
+    return {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 
 
 def check_fits(mesh: Mesh, config: LlamaConfig) -> tuple[int, int]:
@@ -275,10 +323,20 @@ def _take_row(x: jax.Array, row: jax.Array) -> jax.Array:
     return jax.vmap(lambda xb, r: lax.dynamic_index_in_dim(xb, r, keepdims=False))(x, row)
 
 
-def _abstract(kind: type[nnx.Module], config: LlamaConfig, dtype: jnp.dtype) -> tuple:
+def _block(layout: LlamaConfig, dtype: jnp.dtype, mesh: Mesh | None, index: int) -> Callable[[nnx.Rngs], Block]:
+    """How layer `index` is made."""
+    lies = Layout(float8_names(layout, index), native=platform(mesh) == "gpu", mesh=_split(mesh))
+    return lambda rngs: Block(layout, dtype, lies, rngs=rngs)
+
+
+def _split(mesh: Mesh | None) -> Mesh | None:
+    """The mesh, where its devices share each matrix."""
+    return mesh if mesh is not None and mesh.shape[TENSOR] > 1 else None
+
+
+def _abstract(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[nnx.GraphDef, jax.tree_util.PyTreeDef]:
     """The module's structure without any array: its graph definition and the tree its flat leaves belong to."""
-    module = nnx.eval_shape(lambda: kind(config, dtype, rngs=nnx.Rngs(0)))
-    graphdef, state = nnx.split(module)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     return graphdef, jax.tree.structure(state)
 
 
@@ -287,16 +345,18 @@ def _merge(graphdef: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, leaves: Leaves
 
 
 def _leaves(
-    kind: type[nnx.Module],
-    config: LlamaConfig,
-    dtype: jnp.dtype,
+    make: Callable[[nnx.Rngs], nnx.Module],
     arrays: dict[str, np.ndarray],
     place: Callable[[str, np.ndarray], jax.Array],
 ) -> Leaves:
     """Arrays by name -> the module's flat leaves in its own order, cast and where they belong."""
-    state = nnx.state(nnx.eval_shape(lambda: kind(config, dtype, rngs=nnx.Rngs(0))))
-    paths = [path for path, _ in nnx.to_flat_state(state)]
-    return tuple(place(str(path[-1]), arrays[path[-1]]) for path in paths)
+    return tuple(place(name, arrays[name]) for name in leaf_names(make))
+
+
+def leaf_names(make: Callable[[nnx.Rngs], nnx.Module]) -> list[str]:
+    """Our names (`weights.Row.ours`) of a module's flat leaves, in its own order."""
+    state = nnx.state(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    return ["_".join(path).removesuffix("_weight") for path, _ in nnx.to_flat_state(state)]
 
 
 @partial(jax.jit, donate_argnums=0)

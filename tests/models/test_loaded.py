@@ -26,7 +26,9 @@ def test_the_cache_is_updated_in_place(tokens, capacity, layerwise):
     whole = cache.k.nbytes
     if layerwise:
         x, by, cache = model._begin(model.weights.outer, ids, ids, cache, start)
-        lowered = model._block.lower(model.weights.blocks[0], x, by, cache, model._layers[0], start, start)
+        lowered = model._block.lower(
+            model.weights.blocks[0], x, by, cache, model._layers[0], start, start, run=model.runs[0]
+        )
     else:
         lowered = model._scanned.lower(model.weights, ids, ids, cache, start, start)
     compiled = lowered.compile()

@@ -84,6 +84,24 @@ def check_meshes() -> None:
     assert apart.generate(ids, sampling, config).token_ids == g["tokens"].tolist()
 
 
+def check_rows() -> None:
+    """Two groups of four devices, each with the whole model, share the rows of a batch; a lone row is on both."""
+    mesh = make_mesh(8, data=2)
+    model, alone = load_tiny(mesh=mesh), load_tiny(mesh=make_mesh(1))
+    check_goldens(model, CASES[:1])
+    ids = np.random.default_rng(0).integers(0, 512, (4, 9), np.int32)
+    at = np.broadcast_to(np.arange(9, dtype=np.int32), (4, 9))
+    start, row = np.zeros(4, np.int32), np.array([8, 3, 0, 8], np.int32)
+    hidden = []
+    for main in (model.main, alone.main):
+        cache = main.new_cache(4, 256)
+        step = main.step(ids, at, cache, start, row)
+        hidden.append(np.asarray(step.hidden))
+    cache = model.main.new_cache(4, 256)
+    assert cache.k.addressable_shards[0].data.shape[1:3] == (2, model.main.layout.num_kv_heads // 4)
+    np.testing.assert_allclose(*hidden, rtol=1e-4, atol=1e-4)
+
+
 def main() -> None:
     assert jax.device_count() == 8
     check_meshes()
@@ -96,6 +114,8 @@ def main() -> None:
             # Two a layer, and one for the embedding.
             assert found == ({"all-reduce": 3} if devices > 1 else {}), (devices, tokens, found)
         print("goldens", devices, flush=True)
+    check_rows()
+    print("rows", flush=True)
 
 
 if __name__ == "__main__":
