@@ -350,8 +350,16 @@ def predicted_gain(
         name, value = ("flops_per_s", flops_per_s) if bytes_per_s is None else ("bytes_per_s", bytes_per_s)
         raise argument_error(name, value, "given together with the other rate, or not at all")
     machine = ACCELERATOR if flops_per_s is None or bytes_per_s is None else Machine(flops_per_s, bytes_per_s)
-    sizes = {"main_bytes": main_bytes, "speculator_bytes": speculator_bytes}
-    return predict(main, speculator, num_tokens, kept_tokens, look_ahead, machine, **sizes).gain
+    return predict(
+        main,
+        speculator,
+        num_tokens,
+        kept_tokens,
+        look_ahead,
+        machine,
+        main_bytes=main_bytes,
+        speculator_bytes=speculator_bytes,
+    ).gain
 
 
 def _check_kept(num_tokens: int, kept_tokens: int) -> None:
