@@ -357,14 +357,14 @@ def svg(args: Args, tokens: int) -> str:
         curves.append(f'<polygon class="band" fill="{colour}" points="{outline}"/>')
         curves.append(f'<polyline class="line" stroke="{colour}" points="{points(rates, line)}"/>')
         said.append(f"{foresee(args, pair, machine, tokens, paper['keep_rate']).gain:.1f} with {pair.name}")
-        legend.append((f'<line class="line" stroke="{colour}" x1="440" x2="472" y1="{{0}}" y2="{{0}}"/>', pair.name))
+        legend.append((f'<line class="line" stroke="{colour}" x1="450" x2="482" y1="{{0}}" y2="{{0}}"/>', pair.name))
     ideal = points(rates, [1 / rate for rate in rates])
-    legend.append(('<line class="ideal" x1="440" x2="472" y1="{0}" y2="{0}"/>', "ideal: 1 / keep rate"))
-    measured = f"the paper's best: {paper['speedup']}x, {paper['pair']}"
-    legend.append(('<circle class="point" cx="456" cy="{0}" r="6"/>', measured))
+    legend.append(('<line class="ideal" x1="450" x2="482" y1="{0}" y2="{0}"/>', "ideal: 1 / keep rate"))
+    measured = f"the paper: {paper['speedup']}x, length unknown"
+    legend.append(('<circle class="point" cx="466" cy="{0}" r="6"/>', measured))
     alternative = (
-        f"{subtitle} The speed-up falls as more of the prompt is kept, from below the ideal of 1 / keep rate to just "
-        f"under 1 where all is kept. At keep rate {paper['keep_rate']} it is {', '.join(said)}. The paper "
+        f"{subtitle} The speed-up falls as more of the prompt is kept, from below the ideal of 1 / keep rate to "
+        f"below 1 where all is kept. At keep rate {paper['keep_rate']} it is {', '.join(said)}. The paper "
         f"(arXiv 2502.02789) measured {paper['speedup']} there with {paper['pair']}."
     )
     parts = [
@@ -391,7 +391,7 @@ def svg(args: Args, tokens: int) -> str:
     parts += ['<g clip-path="url(#inside)">', f'<polyline class="ideal" points="{ideal}"/>', *curves, "</g>"]
     parts.append(f'<circle class="point" cx="{x(paper["keep_rate"])}" cy="{y(paper["speedup"])}" r="6"/>')
     for i, (mark, text) in enumerate(legend):
-        parts += [mark.format(104 + 25 * i), f'<text x="482" y="{108.5 + 25 * i}">{escape(text)}</text>']
+        parts += [mark.format(104 + 25 * i), f'<text x="492" y="{108.5 + 25 * i}">{escape(text)}</text>']
     return "\n".join([*parts, "</svg>", ""])
 
 
