@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ from specprefill_jax.models.config import DTYPES, LlamaConfig
 from specprefill_jax.models.llama import Block, Layout, Outer
 from specprefill_jax.models.rope import Rotation, frequencies, rotation
 from specprefill_jax.models.weights import axes_of, copy_heads, float8_names
-from specprefill_jax.sharding.mesh import check_mesh, platform
+from specprefill_jax.sharding.mesh import check_mesh, compute_capability, platform
 from specprefill_jax.sharding.rules import TENSOR, batch_letter, check_divides, head_copies, sharding, spec
 
 Leaves = tuple[jax.Array, ...]
@@ -94,6 +94,12 @@ class LoadedLlama:
         self.weights = weights
         self.layerwise = layerwise
         self._one_layer = False
+        half = dtype in (jnp.bfloat16, jnp.float16)
+        cudnn = half and compute_capability(mesh) >= (8, 0)
+        self.fused_attention: Literal["cudnn", "xla"] | None = "cudnn" if cudnn else None
+        """The fused kernel that prefills, see `attention.attend_fused`; None: `attention.attend`."""
+        accelerator = platform(mesh) != "cpu"
+        self._decode_block = attention.ACCELERATOR_DECODE_KEY_BLOCK if accelerator else attention.DECODE_KEY_BLOCK
         self._inv_freq, self._rope_scaling = frequencies(config.rope, config.head_dim)
         self._outer_def, self._outer_tree = _abstract(lambda rngs: Outer(self.layout, dtype, _split(mesh), rngs=rngs))
         self.runs = tuple(
@@ -211,7 +217,9 @@ class LoadedLlama:
             q: jax.Array, k: jax.Array, v: jax.Array, cache: KVCache, layer: jax.Array, start: jax.Array
         ) -> tuple[KVCache, jax.Array]:
             written = attention.write(cache, layer, start, k, v)
-            return written, attention.attend(q, written, layer, start)
+            if self.fused_attention is not None and q.shape[1] > 1:
+                return written, attention.attend_fused(q, k, v, written, layer, start, self.fused_attention)
+            return written, attention.attend(q, written, layer, start, self._decode_block)
 
         if self.mesh is not None:  # each device attends with its own heads; left to itself, XLA would gather them
             rows = batch_letter(self.mesh, len(x))
@@ -325,7 +333,7 @@ def _take_row(x: jax.Array, row: jax.Array) -> jax.Array:
 
 def _block(layout: LlamaConfig, dtype: jnp.dtype, mesh: Mesh | None, index: int) -> Callable[[nnx.Rngs], Block]:
     """How layer `index` is made."""
-    lies = Layout(float8_names(layout, index), native=platform(mesh) == "gpu", mesh=_split(mesh))
+    lies = Layout(float8_names(layout, index), native=compute_capability(mesh) >= (8, 9), mesh=_split(mesh))
     return lambda rngs: Block(layout, dtype, lies, rngs=rngs)
 
 

@@ -68,3 +68,10 @@ def platform(mesh: Mesh | None) -> str:
     """What a mesh's devices are, or JAX's default ones: "cpu", "gpu" or "tpu"."""
     name = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     return "gpu" if name in ("cuda", "rocm") else name
+
+
+def compute_capability(mesh: Mesh | None) -> tuple[int, int]:
+    """Of the NVIDIA GPUs of a mesh, or of JAX's default ones: (8, 9) from Ada on; (0, 0): they are none."""
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
