@@ -194,7 +194,7 @@ def variants(args: Args, tokens: int, keep_rate: float) -> list[dict[str, Any]]:
     flops = args.devices * H200.flops_per_s
     cases: list[tuple[str, Machine, dict[str, Any]]] = [
         ("as assumed", machine, {}),
-        ("devices add up in bfloat16", machine, {"sum_bytes": 2.0}),
+        ("devices add up in float32", machine, {"sum_bytes": 4.0}),
         ("communication takes no time", replace(machine, link_bytes_per_s=None), {}),
         ("float8 no faster than bfloat16", replace(machine, fp8_flops_per_s=machine.flops_per_s), {}),
         ("attention at 0.75 of the peak", replace(machine, attention_flops_per_s=0.75 * flops), {}),

@@ -212,12 +212,12 @@ def all_reduce_bytes(num_values: float, devices: int, bytes_per_value: float) ->
 
 
 def collective_bytes(
-    shape: ModelShape, num_tokens: int, devices: int, bytes_per_param: float, sum_bytes: float = 4.0
+    shape: ModelShape, num_tokens: int, devices: int, bytes_per_param: float, sum_bytes: float = 2.0
 ) -> float:
     """Bytes that each device sends in a forward pass of `num_tokens` tokens split over `devices`.
 
-    Two all-reduces of [tokens, E] a layer and one for the embedding. The embedding's is in the model's dtype; a layer's
-    are in float32, since XLA adds up the devices' partial products before it rounds them (`sum_bytes` a number).
+    Two all-reduces of [tokens, E] a layer, `sum_bytes` a number, and one for the embedding, in its dtype. This package
+    adds up in the model's dtype: 2 bytes in bfloat16, whether or not matrices are float8, and 4 in float32.
     """
     states = num_tokens * shape.hidden_size
     layers = 2 * shape.num_layers * all_reduce_bytes(states, devices, sum_bytes)
@@ -270,7 +270,7 @@ def predict(
     main_fp8_layers: int = 0,
     batch: int = 1,
     chunk: int | None = None,
-    sum_bytes: float = 4.0,
+    sum_bytes: float = 2.0,
 ) -> Prediction:
     """Predict the phases of a batch of equally long prompts, from its start until all have their first token.
 
@@ -287,7 +287,7 @@ def predict(
         main_fp8_layers: layers of the main model whose feed-forward matrices are float8, and nothing else of them.
         batch: prompts.
         chunk: tokens of each prompt that a pass reads, the weights being read once a pass; None: all of them.
-        sum_bytes: bytes a number in which devices add up a layer's products (`collective_bytes`).
+        sum_bytes: bytes a number in which devices add up a layer's products, 4 for float32 (`collective_bytes`).
     """
     _check_kept(num_tokens, kept_tokens)
     queries = check_integer("look_ahead", look_ahead, 1)

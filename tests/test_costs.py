@@ -187,9 +187,9 @@ def test_float8_weights_written_out():
 def test_communication_written_out():
     # Ten states of eight numbers over four devices: each sends 2 * 3/4 of them in a ring.
     assert costs.all_reduce_bytes(10 * 8, 4, 1) == 120
-    # Two all-reduces in each of three layers in float32, and the embedding's in bfloat16.
-    assert costs.collective_bytes(TINY, 10, 4, 2) == 6 * 120 * 4 + 120 * 2
-    assert costs.collective_bytes(TINY, 10, 4, 2, 2) == 7 * 120 * 2
+    # Two all-reduces in each of three layers and the embedding's, all in bfloat16; then the layers' in float32.
+    assert costs.collective_bytes(TINY, 10, 4, 2) == 7 * 120 * 2
+    assert costs.collective_bytes(TINY, 10, 4, 2, 4) == 6 * 120 * 4 + 120 * 2
     assert costs.collective_bytes(TINY, 10, 1, 2) == 0
 
 

@@ -91,7 +91,7 @@ def test_dense_seconds_by_hand(written):
     row = find(written[0]["rows"], pair="70B + 8B", device="H100 SXM", tokens=131072, keep_rate=0.1)
     products = 4 * (2 * 80 * 855_638_016 * 131072 + 2 * 8192 * 128256) / (8 * 989e12 * 0.65)
     attention = 4 * 80 * 4 * 64 * 128 * (131072 * 131073 // 2) / (8 * 989e12 * 0.35)
-    sent = 524288 * 8192 * (160 * 4 + 2) * 1.75 / (450e9 * 0.7)
+    sent = 524288 * 8192 * (160 + 1) * 2 * 1.75 / (450e9 * 0.7)
     assert row["dense_ttft"] == pytest.approx(products + attention + sent, rel=1e-9)
     assert row["dense_communication"] == pytest.approx(sent, rel=1e-9)
     assert row["dense_bytes"] == pytest.approx(70.552e9 * 2 + 524288 * 80 * 8 * 128 * 4, rel=1e-4)
