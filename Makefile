@@ -49,8 +49,9 @@ bench: $(READY)  ## prefill rates, times to first token and needles on this mach
 roofline: $(READY)  ## predict times to first token on eight H100s and H200s, into benchmarks/ and docs/
 	@$(PY) scripts/roofline.py --out benchmarks/roofline.json --plot docs/roofline.svg
 
-aot: build/aot/.stamp  ## compile the kernels for H100s and TPUs, which need not be here, and print what they would need
+aot: build/aot/.stamp  ## compile kernels and whole models for H100s, H200s and TPUs, which need not be here, and print what they would need
 	@build/aot/bin/python scripts/aot_report.py --out benchmarks/aot.json
+	@build/aot/bin/python scripts/aot_models.py --out benchmarks/aot_models.json
 
 peer: build/peer/.stamp  ## make build/peer, the environment of the side-by-side benchmark (transformers and torch, CPU)
 

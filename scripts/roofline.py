@@ -36,6 +36,8 @@ from specprefill_jax.costs import (
 )
 from specprefill_jax.errors import ArgumentError, argument_error
 from specprefill_jax.machine import describe
+from specprefill_jax.models.config import LlamaConfig
+from specprefill_jax.models.published import LLAMAS
 from specprefill_jax.prefill import DEFAULT_CHUNK
 from specprefill_jax.selection import budget, num_chunks
 
@@ -44,33 +46,10 @@ KEPT_TOGETHER = 32
 BYTES = 2
 
 
-@dataclass(frozen=True)
-class Llama:
-    """Sizes of a published Llama, as its config.json has them."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    head_dim: int
-    tied: bool = False
-    """The output head is the embedding."""
-    num_kv_heads: int = 8
-    vocab_size: int = 128256
-
-    @property
-    def parameters(self) -> int:
-        """All of them, norms included."""
-        tables = (1 if self.tied else 2) * self.vocab_size * self.hidden_size
-        return self.num_layers * (layer_parameters(self) + 2 * self.hidden_size) + self.hidden_size + tables
-
-
-LLAMAS = {
-    "1B": Llama(2048, 8192, 16, 32, 64, tied=True),
-    "8B": Llama(4096, 14336, 32, 32, 128),
-    "70B": Llama(8192, 28672, 80, 64, 128),
-    "405B": Llama(16384, 53248, 126, 128, 128),
-}
+def parameters(model: LlamaConfig) -> int:
+    """All of a model's, norms included."""
+    tables = (1 if model.tie_word_embeddings else 2) * model.vocab_size * model.hidden_size
+    return model.num_layers * (layer_parameters(model) + 2 * model.hidden_size) + model.hidden_size + tables
 
 
 @dataclass(frozen=True)
@@ -78,16 +57,16 @@ class Pair:
     """A main model and its speculator, both bfloat16 but for the float8 layers."""
 
     name: str
-    main: Llama
-    speculator: Llama
+    main: LlamaConfig
+    speculator: LlamaConfig
     fp8_layers: int = 0
 
 
 PAIRS = (
     # Llama-3.1-405B-FP8 as published: float8 in the feed-forward matrices of all but the first and the last layer.
-    Pair("405B-FP8 + 8B", LLAMAS["405B"], LLAMAS["8B"], fp8_layers=124),
-    Pair("70B + 8B", LLAMAS["70B"], LLAMAS["8B"]),
-    Pair("8B + 1B", LLAMAS["8B"], LLAMAS["1B"]),
+    Pair("405B-FP8 + 8B", LLAMAS["Llama-3.1-405B"], LLAMAS["Llama-3.1-8B"], fp8_layers=124),
+    Pair("70B + 8B", LLAMAS["Llama-3.1-70B"], LLAMAS["Llama-3.1-8B"]),
+    Pair("8B + 1B", LLAMAS["Llama-3.1-8B"], LLAMAS["Llama-3.2-1B"]),
 )
 
 SOURCES = {
@@ -136,9 +115,9 @@ def kept_tokens(tokens: int, keep_rate: float) -> int:
     return min(tokens, KEPT_TOGETHER * budget(num_chunks(tokens, KEPT_TOGETHER), keep_rate))
 
 
-def held_bytes(model: Llama, cached_tokens: int, fp8_layers: int = 0) -> float:
+def held_bytes(model: LlamaConfig, cached_tokens: int, fp8_layers: int = 0) -> float:
     """Bytes of a model's weights, embedding included, and of its cache."""
-    embedding = 0 if model.tied else model.vocab_size * model.hidden_size
+    embedding = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
     return weight_bytes(model, BYTES, fp8_layers) + BYTES * embedding + 2 * key_bytes(model, cached_tokens, BYTES)
 
 

@@ -12,6 +12,7 @@ from specprefill_jax.models.config import LlamaConfig
 from specprefill_jax.sharding.rules import batch_letter, spec
 
 MIN_CAPACITY = 256
+_COARSE = 16_384
 
 
 @jax.tree_util.register_dataclass
@@ -46,7 +47,12 @@ def cache_spec(mesh: Mesh, batch: int) -> KVCache:
 
 
 def capacity_for(tokens: int) -> int:
-    """Slots to allocate for `tokens`: the next power of two, so that few shapes are ever compiled."""
+    """Slots to allocate for `tokens`: the next power of two, so that few shapes are ever compiled.
+
+    From 32,768 on the next multiple of 16,384, so that the memory of a long prompt is not doubled by its answer.
+    """
+    if tokens > 2 * _COARSE:
+        return -(-tokens // _COARSE) * _COARSE
     return max(MIN_CAPACITY, 1 << (tokens - 1).bit_length())
 
 

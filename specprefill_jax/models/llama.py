@@ -36,6 +36,8 @@ class Layout:
     """Whether the devices multiply float8; see `float8.product`."""
     mesh: Mesh | None = None
     """Devices among which matrices are split; None: none are."""
+    least_rows: int = 1
+    """Rows that products are padded to: for a lone one, XLA's GPU compiler would rather copy the matrix, widened."""
 
 
 class Linear(nnx.Module):
@@ -51,7 +53,7 @@ class Linear(nnx.Module):
         self.out_shape = tuple(sizes[letter] for letter in out)
         self.inner_axes = len(inner)
         self.float8 = config.float8 if is_float8 else None
-        self.native = layout.native
+        self.native, self.least_rows = layout.native, layout.least_rows
         self.axes = axes_of(name, float8=is_float8)
         self.mesh = layout.mesh if RULES.keys() & set(inner) else None
         shape = tuple(sizes[letter] for letter in self.axes)
@@ -86,7 +88,7 @@ class Linear(nnx.Module):
         self, x: jax.Array, weight: jax.Array, scale: jax.Array | None = None, input_scale: jax.Array | None = None
     ) -> jax.Array:
         """As one 2-D product, float32 sums."""
-        flat = x.reshape(-1, math.prod(x.shape[2:]))
+        flat = pad_rows(x.reshape(-1, math.prod(x.shape[2:])), self.least_rows)
         if self.float8 is not None and scale is not None:
             y = float8.product(
                 flat,
@@ -108,7 +110,12 @@ class Linear(nnx.Module):
                 preferred_element_type=jnp.float32,
             )
             shape = weight.shape[self.inner_axes :]
-        return y.astype(x.dtype).reshape(*x.shape[:2], *shape)
+        return y[: x.shape[0] * x.shape[1]].astype(x.dtype).reshape(*x.shape[:2], *shape)
+
+
+def pad_rows(x: jax.Array, least: int) -> jax.Array:
+    """[R, I] -> [max(R, least), I], zeros below."""
+    return x if len(x) >= least else jnp.pad(x, ((0, least - len(x)), (0, 0)))
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -150,7 +157,7 @@ class Block(nnx.Module):
 class Outer(nnx.Module):
     """What stands before the first layer and after the last: embedding, final norm, language-model head."""
 
-    def __init__(self, config: LlamaConfig, dtype: jnp.dtype, mesh: Mesh | None = None, *, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, dtype: jnp.dtype, layout: Layout, *, rngs: nnx.Rngs):
         c = config
         normal = nnx.initializers.normal(0.02)
         self.embed = nnx.Param(normal(rngs.params(), (c.vocab_size, c.hidden_size), dtype))
@@ -158,7 +165,7 @@ class Outer(nnx.Module):
         tied = c.tie_word_embeddings
         self.head = None if tied else nnx.Param(normal(rngs.params(), (c.hidden_size, c.vocab_size), dtype))
         self.eps = c.rms_norm_eps
-        self.mesh = mesh
+        self.mesh, self.least_rows = layout.mesh, layout.least_rows
 
     def embedding(self, tokens: jax.Array) -> jax.Array:
         """Token ids [B, T] -> float32 [B, T, E]."""
@@ -182,4 +189,6 @@ class Outer(nnx.Module):
         precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
         weight, axis = (self.embed[...], 1) if self.head is None else (self.head[...], 0)
         contract = (((1,), (axis,)), ((), ()))
-        return lax.dot_general(x, weight, contract, precision=precision, preferred_element_type=jnp.float32)
+        padded = pad_rows(x, self.least_rows)
+        y = lax.dot_general(padded, weight, contract, precision=precision, preferred_element_type=jnp.float32)
+        return y[: len(x)]

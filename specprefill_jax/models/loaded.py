@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -101,7 +101,7 @@ class LoadedLlama:
         accelerator = platform(mesh) != "cpu"
         self._decode_block = attention.ACCELERATOR_DECODE_KEY_BLOCK if accelerator else attention.DECODE_KEY_BLOCK
         self._inv_freq, self._rope_scaling = frequencies(config.rope, config.head_dim)
-        self._outer_def, self._outer_tree = _abstract(lambda rngs: Outer(self.layout, dtype, _split(mesh), rngs=rngs))
+        self._outer_def, self._outer_tree = _abstract(lambda rngs: Outer(self.layout, dtype, _layout(mesh), rngs=rngs))
         self.runs = tuple(
             Run(first, count, *_abstract(_block(self.layout, dtype, mesh, first)))
             for first, count in like_layers(config)
@@ -111,7 +111,8 @@ class LoadedLlama:
         self._begin = jax.jit(self._begin_fn, donate_argnames="cache")
         self._block = jax.jit(self._block_fn, donate_argnames=("x", "cache"), static_argnames="run")
         self._take = jax.jit(_take_row)
-        self._scanned = self.jit(self.run, donate_argnames="cache")
+        self.scanned = self.jit(self.run, donate_argnames="cache")
+        """Compiled `run`, of a scanned model."""
         self.logits: Callable[[Weights, jax.Array], jax.Array] = self.jit(self.logits_fn)
         """Compiled `logits_fn`."""
 
@@ -138,7 +139,7 @@ class LoadedLlama:
             start: [B] int32, slot of each row's first token; start + T must not exceed the capacity.
             row: [B] int32 in 0..T-1, the token of each row whose hidden state and queries are returned.
         """
-        run = self.run if self.layerwise else self._scanned
+        run = self.run if self.layerwise else self.scanned
         return run(self.weights, tokens, positions, cache, start, row)
 
     @contextlib.contextmanager
@@ -283,7 +284,7 @@ def load(
         split = sharding(mesh, axes_of(name, float8=float8))
         return jax.make_array_from_callback(array.shape, split, lambda index: np.asarray(array[index], to))
 
-    outer = _leaves(lambda rngs: Outer(layout, kind, rngs=rngs), checkpoint.outer(), place)
+    outer = _leaves(lambda rngs: Outer(layout, kind, _layout(mesh), rngs=rngs), checkpoint.outer(), place)
 
     def layers(first: int, count: int) -> Iterator[Leaves]:
         for i in range(first, first + count):
@@ -295,6 +296,36 @@ def load(
     for first, count in like_layers(config):
         blocks += layers(first, count) if layerwise else [_stack(layers(first, count), count)]
     return LoadedLlama(config, kind, Weights(outer, tuple(blocks)), layerwise=layerwise, layout=layout, mesh=mesh)
+
+
+def abstract(config: LlamaConfig, dtype: str, mesh: Mesh) -> LoadedLlama:
+    """A model with shapes and layouts in place of its parameters: to compile for devices that are not here.
+
+    Args:
+        config: the model.
+        dtype: of its parameters that are not float8, its cache and its activations.
+        mesh: the devices.
+
+    Raises:
+        ArgumentError: it cannot be split over the mesh.
+    """
+    copies, kind = check_fits(mesh, config), jnp.dtype(dtype)
+    layout = dataclasses.replace(
+        config, num_heads=config.num_heads * copies[0], num_kv_heads=config.num_kv_heads * copies[1]
+    )
+
+    def leaves(make: Callable[[nnx.Rngs], nnx.Module], *stacked: int) -> Leaves:
+        state = nnx.to_flat_state(nnx.state(nnx.eval_shape(lambda: make(nnx.Rngs(0)))))
+        out = []
+        for name, (_, param) in zip(leaf_names(make), state, strict=True):
+            axes = axes_of(name, float8=param.dtype == jnp.float8_e4m3fn)
+            placed = NamedSharding(mesh, P(*(None for _ in stacked), *spec(axes)))
+            out.append(jax.ShapeDtypeStruct((*stacked, *param.shape), param.dtype, sharding=placed))
+        return cast(Leaves, tuple(out))
+
+    outer = leaves(lambda rngs: Outer(layout, kind, _layout(mesh), rngs=rngs))
+    blocks = tuple(leaves(_block(layout, kind, mesh, first), count) for first, count in like_layers(config))
+    return LoadedLlama(config, kind, Weights(outer, blocks), layerwise=False, layout=layout, mesh=mesh)
 
 
 def like_layers(config: LlamaConfig) -> list[tuple[int, int]]:
@@ -333,13 +364,18 @@ def _take_row(x: jax.Array, row: jax.Array) -> jax.Array:
 
 def _block(layout: LlamaConfig, dtype: jnp.dtype, mesh: Mesh | None, index: int) -> Callable[[nnx.Rngs], Block]:
     """How layer `index` is made."""
-    lies = Layout(float8_names(layout, index), native=compute_capability(mesh) >= (8, 9), mesh=_split(mesh))
+    lies = _layout(mesh, float8_names(layout, index))
     return lambda rngs: Block(layout, dtype, lies, rngs=rngs)
 
 
-def _split(mesh: Mesh | None) -> Mesh | None:
-    """The mesh, where its devices share each matrix."""
-    return mesh if mesh is not None and mesh.shape[TENSOR] > 1 else None
+def _layout(mesh: Mesh | None, float8: frozenset[str] = frozenset()) -> Layout:
+    """How one of the modules lies on its devices."""
+    return Layout(
+        float8,
+        native=compute_capability(mesh) >= (8, 9),
+        mesh=mesh if mesh is not None and mesh.shape[TENSOR] > 1 else None,
+        least_rows=8 if platform(mesh) == "gpu" else 1,
+    )
 
 
 def _abstract(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[nnx.GraphDef, jax.tree_util.PyTreeDef]:

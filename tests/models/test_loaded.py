@@ -30,7 +30,7 @@ def test_the_cache_is_updated_in_place(tokens, capacity, layerwise):
             model.weights.blocks[0], x, by, cache, model._layers[0], start, start, run=model.runs[0]
         )
     else:
-        lowered = model._scanned.lower(model.weights, ids, ids, cache, start, start)
+        lowered = model.scanned.lower(model.weights, ids, ids, cache, start, start)
     compiled = lowered.compile()
     shape = ",".join(map(str, cache.k.shape))
     assert not re.findall(rf"= f32\[{shape}\]\S* copy\(", compiled.as_text())

@@ -53,7 +53,7 @@ def collectives(loaded, tokens: int) -> dict[str, int]:
     cache = loaded.new_cache(1, 256)
     ids = jnp.zeros((1, tokens), jnp.int32)
     zero = jnp.zeros((1,), jnp.int32)
-    compiled = loaded._scanned.lower(loaded.weights, ids, ids, cache, zero, zero).compile()
+    compiled = loaded.scanned.lower(loaded.weights, ids, ids, cache, zero, zero).compile()
     text = compiled.as_text()
     memory = compiled.memory_analysis()
     local = 2 * cache.k.size * cache.k.dtype.itemsize // loaded.mesh.size
