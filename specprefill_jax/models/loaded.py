@@ -13,6 +13,7 @@ forward pass exists in two forms that share every line of math:
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -35,7 +36,7 @@ from specprefill_jax.models.config import DTYPES, LlamaConfig
 from specprefill_jax.models.llama import Block, Layout, Outer
 from specprefill_jax.models.rope import Rotation, frequencies, rotation
 from specprefill_jax.models.weights import axes_of, copy_heads, float8_names
-from specprefill_jax.sharding.mesh import check_mesh, compute_capability, platform
+from specprefill_jax.sharding.mesh import NATIVE_FLOAT8, check_mesh, compute_capability, platform
 from specprefill_jax.sharding.rules import TENSOR, batch_letter, check_divides, head_copies, sharding, spec
 
 Leaves = tuple[jax.Array, ...]
@@ -119,6 +120,13 @@ class LoadedLlama:
     def jit(self, function: Callable, **options: Any) -> Any:
         """`jax.jit` of a whole program of this model, compiled as suits its devices."""
         return jax.jit(function, compiler_options=compiler_options(self.mesh), **options)
+
+    @property
+    def native_float8_layers(self) -> int:
+        """Layers whose feed-forward products are float8 ones."""
+        if compute_capability(self.mesh) < NATIVE_FLOAT8:
+            return 0
+        return sum(run.count for run in self.runs if {"gate", "up", "down"} <= float8_names(self.config, run.first))
 
     @property
     def whole(self) -> Sharding:
@@ -274,19 +282,19 @@ def load(
     )
     kind = jnp.dtype(dtype)
 
-    def place(name: str, array: np.ndarray) -> jax.Array:
+    def place(name: str, array: np.ndarray) -> _Placed:
         float8 = array.dtype == jnp.float8_e4m3fn
-        as_stored = float8 or name.endswith("_scale")
-        to = array.dtype if as_stored else kind
+        to = array.dtype if float8 else jnp.dtype(jnp.float32) if name.endswith("_scale") else kind
         if mesh is None:
-            return jnp.asarray(array, to)
-        array = copy_heads(name, array, *copies, float8=float8)
-        split = sharding(mesh, axes_of(name, float8=float8))
-        return jax.make_array_from_callback(array.shape, split, lambda index: np.asarray(array[index], to))
+            # A CPU casts as it copies; elsewhere the device does both.
+            return _Placed(jnp.asarray(array, to)) if layerwise else _placed(array, to, jnp.asarray)
+        array, axes = copy_heads(name, array, *copies, float8=float8), axes_of(name, float8=float8)
+        split = partial(_split, mesh, axes)
+        return _placed(array, to, split, sharding(mesh, axes))
 
     outer = _leaves(lambda rngs: Outer(layout, kind, _layout(mesh), rngs=rngs), checkpoint.outer(), place)
 
-    def layers(first: int, count: int) -> Iterator[Leaves]:
+    def layers(first: int, count: int) -> Iterator[tuple[_Placed, ...]]:
         for i in range(first, first + count):
             yield _leaves(_block(layout, kind, mesh, i), checkpoint.layer(i), place)
             if report is not None:
@@ -294,8 +302,60 @@ def load(
 
     blocks: list[Leaves] = []
     for first, count in like_layers(config):
-        blocks += layers(first, count) if layerwise else [_stack(layers(first, count), count)]
-    return LoadedLlama(config, kind, Weights(outer, tuple(blocks)), layerwise=layerwise, layout=layout, mesh=mesh)
+        blocks += map(_turned, layers(first, count)) if layerwise else [_stack(layers(first, count), count)]
+    weights = Weights(_turned(outer), tuple(blocks))
+    return LoadedLlama(config, kind, weights, layerwise=layerwise, layout=layout, mesh=mesh)
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """How an array that lies as in its file becomes one of ours: on its device, which is quicker at it than a host."""
+
+    axes: tuple[int, ...]
+    dtype: jnp.dtype
+    layout: NamedSharding | None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = jnp.transpose(x, self.axes).astype(self.dtype)
+        return y if self.layout is None else lax.with_sharding_constraint(y, self.layout)
+
+    def empty(self, x: jax.Array, count: int) -> jax.Array:
+        """Zeros for `count` such arrays."""
+        stacked = None if self.layout is None else NamedSharding(self.layout.mesh, P(None, *self.layout.spec))
+        shape = (count, *(x.shape[axis] for axis in self.axes))
+        return jnp.zeros(shape, self.dtype, device=stacked)
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """An array on its devices, and what is still to be done to it there."""
+
+    array: jax.Array
+    turn: _Turn | None = None
+
+
+def _placed(
+    array: np.ndarray, dtype: jnp.dtype, put: Callable[..., jax.Array], layout: NamedSharding | None = None
+) -> _Placed:
+    """Put a view of a file on its devices in the order of its bytes, so that nothing is turned over on the host.
+
+    Args:
+        array: the view, in our order of axes.
+        dtype: to cast to, on the device.
+        put: from the view in the file's order (and that order, where there is a layout) to the array.
+        layout: of the array in our order.
+    """
+    strides = getattr(array, "strides", None)
+    order = tuple(range(array.ndim)) if strides is None else tuple(sorted(range(array.ndim), key=lambda i: -strides[i]))
+    lies = array.transpose(order) if strides is not None else array
+    turn = _Turn(tuple(order.index(axis) for axis in range(array.ndim)), jnp.dtype(dtype), layout)
+    return _Placed(put(lies) if layout is None else put(order, lies), turn)
+
+
+def _split(mesh: Mesh, axes: str, order: tuple[int, ...], array: np.ndarray) -> jax.Array:
+    """The array on the mesh, each device reading only what is its own."""
+    split = sharding(mesh, "".join(axes[i] for i in order))
+    return jax.make_array_from_callback(array.shape, split, lambda index: np.asarray(array[index]))
 
 
 def abstract(config: LlamaConfig, dtype: str, mesh: Mesh) -> LoadedLlama:
@@ -372,7 +432,7 @@ def _layout(mesh: Mesh | None, float8: frozenset[str] = frozenset()) -> Layout:
     """How one of the modules lies on its devices."""
     return Layout(
         float8,
-        native=compute_capability(mesh) >= (8, 9),
+        native=compute_capability(mesh) >= NATIVE_FLOAT8,
         mesh=mesh if mesh is not None and mesh.shape[TENSOR] > 1 else None,
         least_rows=8 if platform(mesh) == "gpu" else 1,
     )
@@ -391,10 +451,13 @@ def _merge(graphdef: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, leaves: Leaves
 def _leaves(
     make: Callable[[nnx.Rngs], nnx.Module],
     arrays: dict[str, np.ndarray],
-    place: Callable[[str, np.ndarray], jax.Array],
-) -> Leaves:
-    """Arrays by name -> the module's flat leaves in its own order, cast and where they belong."""
-    return tuple(place(name, arrays[name]) for name in leaf_names(make))
+    place: Callable[[str, np.ndarray], _Placed],
+) -> tuple[_Placed, ...]:
+    """Arrays by name -> the module's flat leaves in its own order, where they belong."""
+    names = leaf_names(make)
+    # Together: a thread that waits for the disk keeps no other from copying.
+    with ThreadPoolExecutor() as pool:
+        return tuple(pool.map(place, names, [arrays[name] for name in names]))
 
 
 def leaf_names(make: Callable[[nnx.Rngs], nnx.Module]) -> list[str]:
@@ -403,25 +466,27 @@ def leaf_names(make: Callable[[nnx.Rngs], nnx.Module]) -> list[str]:
     return ["_".join(path).removesuffix("_weight") for path, _ in nnx.to_flat_state(state)]
 
 
-@partial(jax.jit, donate_argnums=0)
-def _set_layer(stack: Leaves, layer: jax.Array, leaves: Leaves) -> Leaves:
-    return tuple(lax.dynamic_update_index_in_dim(s, x, layer, 0) for s, x in zip(stack, leaves, strict=True))
+@partial(jax.jit, static_argnums=1)
+def _turn(x: jax.Array, turn: _Turn) -> jax.Array:
+    return turn(x)
 
 
-def _empty_stack(x: jax.Array, count: int) -> jax.Array:
-    """Zeros [count, ...] of arrays like x, laid out as it is."""
-    layout = x.sharding
-    if isinstance(layout, NamedSharding):
-        layout = NamedSharding(layout.mesh, P(None, *layout.spec))
-    return jnp.zeros((count, *x.shape), x.dtype, device=layout)
+def _turned(placed: tuple[_Placed, ...]) -> Leaves:
+    return tuple(x.array if x.turn is None else _turn(x.array, x.turn) for x in placed)
 
 
-def _stack(layers: Iterator[Leaves], count: int) -> Leaves:
+@partial(jax.jit, static_argnums=3, donate_argnums=0)
+def _set_layer(stack: Leaves, layer: jax.Array, arrays: Leaves, turns: tuple[_Turn, ...]) -> Leaves:
+    turned = (turn(x) for x, turn in zip(arrays, turns, strict=True))
+    return tuple(lax.dynamic_update_index_in_dim(s, x, layer, 0) for s, x in zip(stack, turned, strict=True))
+
+
+def _stack(layers: Iterator[tuple[_Placed, ...]], count: int) -> Leaves:
     """Stream layers into stacked buffers, so that at most one layer is held twice."""
-    stack: Leaves | None = None
-    for i, leaves in enumerate(layers):
-        if stack is None:
-            stack = tuple(_empty_stack(x, count) for x in leaves)
-        stack = _set_layer(stack, jnp.int32(i), leaves)
-    assert stack is not None
+    stack: Leaves = ()
+    for i, placed in enumerate(layers):
+        arrays, turns = tuple(x.array for x in placed), tuple(cast(_Turn, x.turn) for x in placed)
+        if not stack:
+            stack = tuple(turn.empty(x, count) for x, turn in zip(arrays, turns, strict=True))
+        stack = _set_layer(stack, jnp.int32(i), arrays, turns)
     return stack

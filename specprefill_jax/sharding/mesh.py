@@ -11,6 +11,9 @@ from jax.sharding import AxisType, Mesh
 from specprefill_jax.errors import ArgumentError, argument_error
 from specprefill_jax.sharding.rules import DATA, TENSOR
 
+NATIVE_FLOAT8 = (8, 9)
+"""The compute capability from which NVIDIA GPUs multiply float8: Ada's."""
+
 
 def make_mesh(devices: Sequence[jax.Device] | SupportsIndex | None = None, data: int = 1) -> Mesh:
     """A mesh of the axes `data` and `tensor`.
@@ -71,7 +74,7 @@ def platform(mesh: Mesh | None) -> str:
 
 
 def compute_capability(mesh: Mesh | None) -> tuple[int, int]:
-    """Of the NVIDIA GPUs of a mesh, or of JAX's default ones: (8, 9) from Ada on; (0, 0): they are none."""
+    """Of the NVIDIA GPUs of a mesh, or of JAX's default ones; (0, 0): they are none."""
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)

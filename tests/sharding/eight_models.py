@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from agreement import goldens, load_tiny
 from test_paper_mode import setting_of
 
-from specprefill_jax import SamplingParams, SpecPrefill
+from specprefill_jax import SamplingParams
 from specprefill_jax.sharding.mesh import check_mesh, largest_mesh, make_mesh
 from specprefill_jax.sharding.rules import check_divides, head_copies
 
@@ -80,8 +80,11 @@ def check_meshes() -> None:
     sampling = SamplingParams(max_tokens=len(g["tokens"]), temperature=0.0, ignore_eos=True)
     logits = two.prefill(ids, free.select(ids, config))
     assert np.linalg.norm(logits - g["logits"]) <= 1e-3 * np.linalg.norm(g["logits"])
-    apart = SpecPrefill(two.main, free.speculator.model, two.tokenizer)
-    assert apart.generate(ids, sampling, config).token_ids == g["tokens"].tolist()
+    others = make_mesh(jax.devices()[6:])
+    for mesh in (make_mesh(4), None):  # devices of its own; some of the main model's
+        apart = load_tiny(mesh=mesh, speculator_mesh=others)
+        assert (apart.main.mesh.size, apart.speculator.model.mesh) == (4 if mesh else 8, others)
+        assert apart.generate(ids, sampling, config).token_ids == g["tokens"].tolist()
 
 
 def check_rows() -> None:
