@@ -48,6 +48,8 @@ SPARE = 0.95
 LOOK_AHEAD, POOL_WIDTH, CHUNK_SIZE = 8, 13, 32
 """Of SpecPrefillConfig, as it is unless told otherwise."""
 GATHERS = ("all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+BATCHED = (8192, 8192, 8)
+"""Prompt, slots and batch of one more decode step, of rows that were read whole."""
 MOST_TEMP = 2**30
 """Bytes of temporary memory a program may take a device."""
 
@@ -59,8 +61,6 @@ class Args:
     lengths: tuple[int, ...] = (8192, 32768, 131072)
     """Prompt lengths in tokens."""
     keep_rate: float = 0.1
-    batch: int = 1
-    """Prompts at once, in the main model's decode step."""
     answer: int = 256
     """Tokens of an answer, for which the main model's cache has room."""
     devices: int = 8
@@ -83,6 +83,7 @@ class Case:
     """Of the prompt."""
     slots: int
     """Of the cache."""
+    batch: int = 1
 
 
 def kept_tokens(tokens: int, args: Args) -> int:
@@ -107,6 +108,7 @@ def cases(args: Args) -> list[Case]:
             reading, answering = slots_of(tokens, args)
             found += [Case(p, speculator, tokens, reading) for p in ("speculator prefill", "look-ahead", "scoring")]
             found += [Case(p, main, tokens, answering) for p in ("main prefill", "decode")]
+        found.append(Case("decode", main, *BATCHED))
     return list(dict.fromkeys(found))
 
 
@@ -114,7 +116,7 @@ def lower(case: Case, chip: str, args: Args) -> tuple[LoadedLlama, KVCache, jax.
     """The program as `SpecPrefill` would compile it, with its model and cache as shapes."""
     mesh = aot.gpu_mesh(args.devices, CHIPS[chip][0])
     model = abstract(LLAMAS[case.model], "bfloat16", mesh)
-    batch = args.batch if case.program == "decode" else 1
+    batch = case.batch
 
     def whole(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
@@ -212,7 +214,7 @@ def fit(pair: str, tokens: int, chip: str, args: Args, rows: list[dict[str, Any]
         row
         for row in rows
         if row["chip"] == chip
-        and row["tokens"] == tokens
+        and (row["tokens"], row["batch"]) == (tokens, 1)
         and (row["model"], row["slots"]) in ((main, answering), (speculator, reading))
         and (row["program"] in ("main prefill", "decode")) == ((row["model"], row["slots"]) == (main, answering))
     ]
@@ -239,7 +241,7 @@ def fit(pair: str, tokens: int, chip: str, args: Args, rows: list[dict[str, Any]
 
 def check(args: Args) -> None:
     """Check the arguments."""
-    for name in ("batch", "answer", "chunk"):
+    for name in ("answer", "chunk"):
         check_integer(name, getattr(args, name), 1)
     check_integer("devices", args.devices, 1, 8)
     check_real("keep_rate", args.keep_rate, "a number above 0 and at most 1", lambda x: 0 < x <= 1)
@@ -279,7 +281,7 @@ def program_table(rows: list[dict[str, Any]], args: Args) -> Table:
     table = Table(title=f"Programs on {args.devices} devices, bfloat16 but for float8 matrices; GiB a device")
     for column in ("chip", "model", "program", "result", "collectives"):
         table.add_column(column)
-    for column in ("prompt", "slots", "weights", "cache", "temp", "seconds"):
+    for column in ("batch", "prompt", "slots", "weights", "cache", "temp", "seconds"):
         table.add_column(column, justify="right")
     for row in rows:
         report = row["report"] or {"temp_bytes": 0, "collectives": {}}
@@ -287,7 +289,8 @@ def program_table(rows: list[dict[str, Any]], args: Args) -> Table:
         memory = (row.get("weight_bytes", 0), row.get("cache_bytes", 0), report["temp_bytes"])
         table.add_row(
             *(row["chip"], row["model"].removeprefix("Llama-"), row["program"]),
-            *("; ".join(row["faults"]) or "compiled", counted, f"{row['tokens']:,}", f"{row['slots']:,}"),
+            *("; ".join(row["faults"]) or "compiled", counted, str(row["batch"])),
+            *(f"{row['tokens']:,}", f"{row['slots']:,}"),
             *gib(*memory),
             f"{row['seconds']:.1f}",
         )
@@ -296,7 +299,7 @@ def program_table(rows: list[dict[str, Any]], args: Args) -> Table:
 
 def fit_table(fits: list[dict[str, Any]], args: Args) -> Table:
     """What each pair needs."""
-    title = f"Pairs on {args.devices} devices, keep rate {args.keep_rate}, {args.batch} prompt; GiB a device"
+    title = f"Pairs on {args.devices} devices, keep rate {args.keep_rate}, one prompt; GiB a device"
     table = Table(title=title)
     for column in ("chip", "pair"):
         table.add_column(column)

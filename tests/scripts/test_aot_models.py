@@ -27,7 +27,7 @@ def script():
         ({"lengths": (131_073,)}, "lengths=131073 is not allowed"),
         ({"devices": 9}, "devices=9 is not allowed"),
         ({"keep_rate": 0.0}, "keep_rate=0.0 is not allowed: keep_rate must be a number above 0 and at most 1"),
-        ({"batch": 0}, "batch=0 is not allowed"),
+        ({"chunk": 0}, "chunk=0 is not allowed"),
         ({"chips": ("A100",)}, "chips='A100' is not allowed: chips must be of H100, H200"),
         ({"pairs": ("Llama-3.1-8B",)}, "pairs='Llama-3.1-8B' is not allowed: pairs must be of Llama-3.2-1B, "),
     ],
@@ -49,10 +49,10 @@ def test_slots(script):
 def test_every_program_is_compiled_once(script):
     args = script.Args()
     found = script.cases(args)
-    assert len(found) == len(set(found)) == 3 * (2 * 3 + 3 * 2)
+    assert len(found) == len(set(found)) == 3 * (2 * 3 + 3 * 2) + 3
     assert {case.program for case in found if case.model == "Llama-3.1-70B"} == {"main prefill", "decode"}
     # The 8B model is a speculator with a cache for the whole prompt, and a main model with one for what is kept.
-    slots = {case.program: case.slots for case in found if (case.model, case.tokens) == ("Llama-3.1-8B", 8192)}
+    slots = {c.program: c.slots for c in found if (c.model, c.tokens, c.batch) == ("Llama-3.1-8B", 8192, 1)}
     assert slots["look-ahead"] == 16_384
     assert slots["decode"] == 2048
 
