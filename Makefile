@@ -15,7 +15,7 @@ PEER_PYTHON ?= python3.11
 # The set-up that all the goals together want: with make -j, nothing runs in .venv while pip still changes it.
 READY := $(STAMPS)/$(if $(filter setup lint format,$(MAKECMDGOALS)),dev,$(if $(filter test test-real,$(MAKECMDGOALS)),test,base))
 
-.PHONY: help setup demo test test-real lint format bench aot peer clean distclean
+.PHONY: help setup demo test test-real lint format bench roofline aot peer clean distclean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -46,8 +46,12 @@ bench: $(READY)  ## prefill rates, times to first token and needles on this mach
 	@$(PY) scripts/bench_kernels.py --out benchmarks/kernels.json
 	@$(PY) scripts/eval_needle.py --out benchmarks/needle.json
 
-aot: build/aot/.stamp  ## compile the kernels for H100s and TPUs, which need not be here, and print what they would need
+roofline: $(READY)  ## predict times to first token on eight H100s and H200s, into benchmarks/ and docs/
+	@$(PY) scripts/roofline.py --out benchmarks/roofline.json --plot docs/roofline.svg
+
+aot: build/aot/.stamp  ## compile kernels and whole models for H100s, H200s and TPUs, which need not be here, and print what they would need
 	@build/aot/bin/python scripts/aot_report.py --out benchmarks/aot.json
+	@build/aot/bin/python scripts/aot_models.py --out benchmarks/aot_models.json
 
 peer: build/peer/.stamp  ## make build/peer, the environment of the side-by-side benchmark (transformers and torch, CPU)
 

@@ -1,16 +1,18 @@
 """The KV cache: keys, values and the position of every slot."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from specprefill_jax.models.config import LlamaConfig
-from specprefill_jax.sharding.rules import sharding, spec
+from specprefill_jax.sharding.rules import batch_letter, spec
 
 MIN_CAPACITY = 256
+_COARSE = 16_384
 
 
 @jax.tree_util.register_dataclass
@@ -36,24 +38,32 @@ class KVCache:
         return self.k.shape[3]
 
 
-def cache_spec() -> KVCache:
+def cache_spec(mesh: Mesh, batch: int) -> KVCache:
     """The layout of a cache over a mesh, for `jax.shard_map`: partition specs where a cache has arrays."""
-    heads: Any = spec("LBKSH")
-    whole: Any = spec("BS")
+    rows = batch_letter(mesh, batch)
+    heads: Any = spec(f"L{rows}KSH")
+    whole: Any = spec(f"{rows}S")
     return KVCache(heads, heads, whole)
 
 
 def capacity_for(tokens: int) -> int:
-    """Slots to allocate for `tokens`: the next power of two, so that few shapes are ever compiled."""
+    """Slots to allocate for `tokens`: the next power of two, so that few shapes are ever compiled.
+
+    From 32,768 on the next multiple of 16,384, so that the memory of a long prompt is not doubled by its answer.
+    """
+    if tokens > 2 * _COARSE:
+        return -(-tokens // _COARSE) * _COARSE
     return max(MIN_CAPACITY, 1 << (tokens - 1).bit_length())
 
 
 def make_cache(config: LlamaConfig, batch: int, capacity: int, dtype: jnp.dtype, mesh: Mesh | None = None) -> KVCache:
-    """An empty cache of `capacity` slots (zeros, positions 0), its heads split over the mesh.
+    """An empty cache of `capacity` slots (zeros, positions 0), its rows and heads split over the mesh.
 
     Zeros matter: a masked slot contributes probability 0 times its value, so the value must be finite.
     """
     shape = (config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim)
-    heads, whole = (None, None) if mesh is None else (sharding(mesh, "LBKSH"), sharding(mesh, "BS"))
-    k, v = (jnp.zeros(shape, dtype, device=heads) for _ in range(2))
-    return KVCache(k, v, jnp.zeros((batch, capacity), jnp.int32, device=whole))
+    layout: Any = KVCache(*(None,) * 3)  # type: ignore[arg-type]
+    if mesh is not None:
+        layout = jax.tree.map(partial(NamedSharding, mesh), cache_spec(mesh, batch))
+    k, v = (jnp.zeros(shape, dtype, device=layout.k) for _ in range(2))
+    return KVCache(k, v, jnp.zeros((batch, capacity), jnp.int32, device=layout.positions))

@@ -49,7 +49,7 @@ class Decoder:
 
     def __init__(self, model: LoadedLlama):
         self.model = model
-        self._choose = jax.jit(
+        self._choose = model.jit(
             self._choose_fn,
             static_argnames="top_n",
             donate_argnames="seen",

@@ -10,6 +10,8 @@ from typing import Any, Self, cast
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from specprefill_jax import costs
 from specprefill_jax.cache import capacity_for
@@ -18,7 +20,7 @@ from specprefill_jax.config import SamplingParams, SpecPrefillConfig, check_inte
 from specprefill_jax.decode import Decoder, TokenLogprobs
 from specprefill_jax.errors import ArgumentError, SpecPrefillError, argument_error
 from specprefill_jax.kernels.backend import choose_backend
-from specprefill_jax.models.checkpoint import open_checkpoint
+from specprefill_jax.models.checkpoint import Checkpoint, open_checkpoint
 from specprefill_jax.models.loaded import LoadedLlama, Step, check_fits, load
 from specprefill_jax.prefill import DEFAULT_CHUNK, bucket, padded, prefill
 from specprefill_jax.sampling import sampling_arrays, seen_tokens
@@ -101,6 +103,7 @@ class SpecPrefill:
         dtype: str = "bfloat16",
         mesh: Mesh | None = None,
         *,
+        speculator_mesh: Mesh | None = None,
         speculator_layers: int | None = None,
         prefill_chunk: int | None = None,
         kernels: str | None = None,
@@ -113,6 +116,7 @@ class SpecPrefill:
             dtype: float32, bfloat16 or float16.
             mesh: devices that share both models along the axis `tensor` (`sharding.mesh.make_mesh`). None: as many
                 of those that JAX sees as both models can be split over.
+            speculator_mesh: devices of the speculator's own: fewer, or others. None: the main model's.
             speculator_layers: use only the speculator's first so many layers; it then scores with the prompt's last
                 token alone unless a config asks for a look-ahead.
             prefill_chunk: tokens a forward pass reads at most (default 1,024).
@@ -124,8 +128,7 @@ class SpecPrefill:
             CheckpointError: a model that is missing, damaged or not a Llama.
             TokenizerError: the two models' tokenizers differ.
         """
-        if mesh is not None:
-            mesh = check_mesh(mesh)
+        mesh, speculator_mesh = (None if given is None else check_mesh(given) for given in (mesh, speculator_mesh))
         choose_backend(kernels)  # before any file is read
         chunk = DEFAULT_CHUNK if prefill_chunk is None else prefill_chunk
         chunk = check_integer("prefill_chunk", chunk, 1, allowed="None or an integer of at least 1")
@@ -138,20 +141,21 @@ class SpecPrefill:
             speculator_layers = check_integer("speculator_layers", speculator_layers, 1, layers, allowed)
 
         def check(mesh: Mesh) -> None:
-            for checkpoint in (opened, draft):
-                check_fits(mesh, checkpoint.config)
+            check_fits(mesh, opened.config)
+            check_fits(speculator_mesh or mesh, draft.config)
 
         if mesh is None:
             mesh = largest_mesh(check)
         else:
             check(mesh)
+        apart = speculator_mesh is not None and speculator_mesh != mesh
         tokenizer = opened.tokenizer()
         if not shared:
             same_tokenizer(tokenizer, draft.tokenizer(), opened.config.vocab_size, draft.config.vocab_size)
         use_compilation_cache()
-        main_model = load(opened, dtype, mesh=mesh)
-        whole = shared and speculator_layers in (None, layers)
-        draft_model = main_model if whole else load(draft, dtype, num_layers=speculator_layers, mesh=mesh)
+        main_model = _load(opened, dtype, mesh, None)
+        whole = shared and not apart and speculator_layers in (None, layers)
+        draft_model = main_model if whole else _load(draft, dtype, speculator_mesh or mesh, speculator_layers)
         default_look_ahead = 8 if speculator_layers in (None, layers) else 1
         return cls(
             main_model,
@@ -462,6 +466,7 @@ class SpecPrefill:
             kept_tokens,
             look_ahead,
             self.machine,
+            main_fp8_layers=main.native_float8_layers,
             main_bytes=main.dtype.itemsize,
             speculator_bytes=draft.dtype.itemsize,
         ).gain
@@ -507,6 +512,16 @@ def _seed(sampling: SamplingParams) -> int | None:
     if sampling.seed is not None or sampling.temperature == 0 or jax.process_count() == 1:
         return sampling.seed
     return broadcast(secrets.randbits(64))
+
+
+def _load(checkpoint: Checkpoint, dtype: str, mesh: Mesh | None, num_layers: int | None) -> LoadedLlama:
+    """`load`, with a progress bar where somebody looks on."""
+    columns = (TextColumn("Loading {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(checkpoint.name, total=num_layers or checkpoint.config.num_layers)
+        show = partial(bar.update, task)
+        return load(checkpoint, dtype, num_layers=num_layers, mesh=mesh, report=lambda done, _: show(completed=done))
 
 
 _seen_tokens = jax.jit(seen_tokens, static_argnums=2)

@@ -40,8 +40,9 @@ class Speculator:
     def __init__(self, model: LoadedLlama, chunk: int):
         self.model = model
         self.chunk = chunk
-        self._decode = jax.jit(self._decode_fn, static_argnames="count", donate_argnames="cache")
-        self._greedy = jax.jit(self._greedy_fn)
+        self.decode = model.jit(self._decode_fn, static_argnames="count", donate_argnames="cache")
+        """Compiled look-ahead of a scanned model: see `_decode_fn`."""
+        self._greedy = model.jit(self._greedy_fn)
         self._collect = jax.jit(_collect)
 
     def read(self, tokens: np.ndarray, look_ahead: int, eos_token_ids: tuple[int, ...]) -> LookAhead:
@@ -70,7 +71,7 @@ class Speculator:
         if self.model.layerwise:
             return self._decode_layerwise(step, size, ends, look_ahead)
         length = np.full((1,), size, np.int32)
-        return self._decode(self.model.weights, step.hidden, step.queries, step.cache, length, ends, count=look_ahead)
+        return self.decode(self.model.weights, step.hidden, step.queries, step.cache, length, ends, count=look_ahead)
 
     def _decode_layerwise(self, step: Step, size: int, ends: np.ndarray, count: int) -> LookAhead:
         """The same loop driven by the host, which never waits: unrolled layers would take XLA half a minute."""

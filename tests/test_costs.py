@@ -1,9 +1,12 @@
 """The cost model, against the ceilings of the method's own table and against sums written out."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from specprefill_jax import costs
 from specprefill_jax.errors import ArgumentError
@@ -169,3 +172,117 @@ def test_other_arguments_out_of_range():
     for call in (costs.decode_flops, lambda model, context: costs.decode_bytes(model, context, 4)):
         with pytest.raises(ArgumentError, match=r"^context=0 .* an integer of at least 1$"):
             call(TINY, 0)
+
+
+def test_float8_weights_written_out():
+    feed = 3 * 8 * 24
+    other = 3 * 2 * 8 * 6 * (4 + 2) + 8 * 50
+    assert costs.mlp_parameters(TINY) == feed
+    assert costs.weight_bytes(TINY, 2, 2) == 2 * (other + feed) + 2 * feed
+    # Llama-3.1-405B-FP8: four fifths of its weights in float8; 483 GB a pass where bfloat16 takes 808.
+    assert 124 * costs.mlp_parameters(LLAMA["405B"]) == pytest.approx(324.5e9, rel=1e-3)
+    assert costs.weight_bytes(LLAMA["405B"], 2, 124) == pytest.approx(483.0e9, rel=1e-3)
+
+
+def test_communication_written_out():
+    # Ten states of eight numbers over four devices: each sends 2 * 3/4 of them in a ring.
+    assert costs.all_reduce_bytes(10 * 8, 4, 1) == 120
+    # Two all-reduces in each of three layers and the embedding's, all in bfloat16; then the layers' in float32.
+    assert costs.collective_bytes(TINY, 10, 4, 2) == 7 * 120 * 2
+    assert costs.collective_bytes(TINY, 10, 4, 2, 4) == 6 * 120 * 4 + 120 * 2
+    assert costs.collective_bytes(TINY, 10, 1, 2) == 0
+
+
+def test_data_sheets_times_efficiency():
+    efficiency = costs.Efficiency(0.5, 0.25, 0.125, 0.75, 0.375)
+    machine = costs.H100.machine(8, efficiency)
+    assert machine == costs.Machine(8 * 494.5e12, 8 * 2.5125e12, 8 * 123.625e12, 8 * 494.75e12, 8, 168.75e9)
+    assert costs.H200.bytes_per_s > costs.H100.bytes_per_s
+    assert replace(costs.H200, name="", bytes_per_s=0, memory_bytes=0) == replace(
+        costs.H100, name="", bytes_per_s=0, memory_bytes=0
+    )
+
+
+BUSY = costs.Machine(1e9, 1e30, 5e8, 4e9, devices=4, link_bytes_per_s=1e6)
+"""Reads take no time."""
+READING = costs.Machine(1e30, 1e6)
+
+
+def test_every_kind_of_flop_has_its_rate():
+    tokens, batch = 100, 3
+    attention = 3 * 4 * 4 * 6 * 5050
+    fp8 = 2 * 2 * 3 * 8 * 24 * tokens
+    plain = costs.prefill_flops(TINY, tokens) - attention - fp8
+    sent = costs.collective_bytes(TINY, batch * tokens, 4, 2)
+    prediction = costs.predict(TINY, TINY, tokens, 40, 1, BUSY, main_fp8_layers=2, batch=batch)
+    assert costs.attention_flops(TINY, tokens) == attention
+    seconds = batch * (plain / 1e9 + attention / 5e8 + fp8 / 4e9) + sent / 1e6
+    assert prediction.dense == pytest.approx(seconds, rel=1e-12)
+
+
+def test_score_and_look_ahead_of_a_batch():
+    prediction = costs.predict(TINY, TINY, 100, 40, 3, BUSY, batch=5)
+    sent = 2 * 3 / 4 * 5 * 3 * 100 * 4
+    assert prediction.score == pytest.approx(5 * costs.scoring_flops(TINY, 100, 3) / 1e9 + sent / 1e6, rel=1e-12)
+    flops = 5 * (costs.decode_flops(TINY, 101) + costs.decode_flops(TINY, 102))
+    sent = 2 * costs.collective_bytes(TINY, 5, 4, 2)
+    assert prediction.look_ahead == pytest.approx(flops / 1e9 + sent / 1e6, rel=1e-12)
+
+
+def test_weights_are_read_once_a_pass_and_caches_once_a_prompt():
+    prediction = costs.predict(TINY, TINY, 1000, 301, 2, READING, main_fp8_layers=1, batch=3, chunk=300)
+    main, draft = costs.weight_bytes(TINY, 2, 1), costs.weight_bytes(TINY, 2)
+    seconds = [4 * main / 1e6, 4 * draft / 1e6, 2 * main / 1e6]
+    assert [prediction.dense, prediction.speculate, prediction.sparse] == pytest.approx(seconds, rel=1e-12)
+    assert prediction.look_ahead == (draft + 3 * 2 * costs.key_bytes(TINY, 1001, 2)) / 1e6
+    assert prediction.score == 3 * 2 * costs.key_bytes(TINY, 1000, 2) / 1e6
+
+
+def test_one_device_sends_nothing():
+    alone = replace(BUSY, devices=1)
+    silent = replace(BUSY, link_bytes_per_s=None)
+    assert costs.predict(TINY, TINY, 50, 20, 4, alone) == costs.predict(TINY, TINY, 50, 20, 4, silent)
+    assert costs.predict(TINY, TINY, 50, 20, 4, BUSY).dense > costs.predict(TINY, TINY, 50, 20, 4, alone).dense
+
+
+MACHINES = st.sampled_from([costs.CPU, costs.ACCELERATOR, costs.H100.machine(8, costs.Efficiency())])
+NAMES = st.sampled_from(["1B", "8B", "70B", "405B"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(NAMES, NAMES, MACHINES, st.integers(2, 200_000), st.data())
+def test_more_kept_or_longer_takes_longer(main, speculator, machine, tokens, data):
+    kept = data.draw(st.integers(1, tokens - 1))
+    common = {"batch": data.draw(st.integers(1, 64)), "chunk": data.draw(st.sampled_from([None, 512]))}
+    models = LLAMA[main], LLAMA[speculator]
+    one = costs.predict(*models, tokens, kept, 8, machine, **common)
+    more = costs.predict(*models, tokens, kept + 1, 8, machine, **common)
+    longer = costs.predict(*models, tokens + 1, kept, 8, machine, **common)
+    whole = costs.predict(*models, tokens, tokens, 8, machine, **common)
+    assert one.sparse <= more.sparse <= one.dense == more.dense <= longer.dense
+    assert one.gain >= more.gain >= whole.gain
+    assert longer.speculate >= one.speculate
+    assert longer.look_ahead >= one.look_ahead
+    assert longer.score > one.score
+    assert whole.total == whole.speculate + whole.look_ahead + whole.score + whole.dense
+    assert whole.gain < 1
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: costs.Machine(1, 1, devices=0), "devices=0 "),
+        (lambda: costs.Machine(1, 1, link_bytes_per_s=0), "link_bytes_per_s=0 "),
+        (lambda: costs.Machine(1, 1, attention_flops_per_s=-1), "attention_flops_per_s=-1 "),
+        (lambda: costs.Machine(1, 1, fp8_flops_per_s="1"), "fp8_flops_per_s='1' "),
+        (lambda: costs.Efficiency(matmul=0), "matmul=0 .* a number above 0 and up to 1$"),
+        (lambda: costs.Efficiency(link=1.01), "link=1.01 "),
+        (lambda: costs.predict(TINY, TINY, 9, 3, 8, BUSY, batch=0), "batch=0 "),
+        (lambda: costs.predict(TINY, TINY, 9, 3, 8, BUSY, chunk=0), "chunk=0 "),
+        (lambda: costs.predict(TINY, TINY, 9, 3, 8, BUSY, sum_bytes=0), "sum_bytes=0 "),
+        (lambda: costs.predict(TINY, TINY, 9, 3, 8, BUSY, main_fp8_layers=4), "main_fp8_layers=4 .* from 0 to 3$"),
+    ],
+)
+def test_machines_and_batches_out_of_range(make, said):
+    with pytest.raises(ArgumentError, match=f"^{said}"):
+        make()

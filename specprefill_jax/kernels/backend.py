@@ -6,14 +6,14 @@ from enum import StrEnum
 from importlib import import_module
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from specprefill_jax.errors import argument_error
+from specprefill_jax.sharding.mesh import platform
 
 _log = logging.getLogger(__name__)
 
-_BY_PLATFORM = {"gpu": "triton", "cuda": "triton", "tpu": "mosaic_tpu"}
+_BY_PLATFORM = {"gpu": "triton", "tpu": "mosaic_tpu"}
 
 
 class Unsupported(Exception):
@@ -47,8 +47,7 @@ def choose_backend(asked: str | None, mesh: Mesh | None = None) -> Backend:
         ArgumentError: an unknown name.
     """
     if asked is None:
-        platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-        asked = _BY_PLATFORM.get(platform, "reference")
+        asked = _BY_PLATFORM.get(platform(mesh), "reference")
     if asked not in list(Backend):
         raise argument_error("kernels", asked, "None or one of " + ", ".join(map(repr, map(str, Backend))))
     return Backend(asked)

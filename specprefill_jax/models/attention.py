@@ -6,11 +6,13 @@ prefill over compacted tokens need; positions only enter through RoPE, before th
 
 Loops over key blocks have bounds that depend on how much of the cache is filled, not on its capacity, so one compiled
 program serves every prompt length. Each step is two plain 2-D matrix products, which is what XLA does best on a CPU,
-and an online softmax (Milakov and Gimelshein, arXiv 1805.02867) in float32.
+and an online softmax (Milakov and Gimelshein, arXiv 1805.02867) in float32. GPUs prefill by a fused kernel instead
+(`attend_fused`), where a step this small is lost in the time it takes to start it.
 """
 
 import math
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ QUERY_BLOCK = 512
 KEY_BLOCK = 256
 DIAGONAL_BLOCK = 256
 DECODE_KEY_BLOCK = 1024
+ACCELERATOR_DECODE_KEY_BLOCK = 16384
 Carry = tuple[jax.Array, jax.Array, jax.Array]
 MASKED = -1e30  # finite: exp(MASKED - MASKED) must not be NaN
 
@@ -48,18 +51,54 @@ def write(cache: KVCache, layer: jax.Array, start: jax.Array, k: jax.Array, v: j
     return KVCache(put(cache.k, k), put(cache.v, v), cache.positions)
 
 
-def attend(q: jax.Array, cache: KVCache, layer: jax.Array, start: jax.Array) -> jax.Array:
+def attend_fused(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cache: KVCache,
+    layer: jax.Array,
+    start: jax.Array,
+    implementation: Literal["cudnn", "xla"],
+) -> jax.Array:
+    """The same as `attend` for T > 1, by a flash kernel: over the earlier slots, over the new tokens, then merged.
+
+    Args:
+        q, cache, layer, start: see `attend`.
+        k, v: [B, T, K, H] the new tokens' keys and values.
+        implementation: of `jax.nn.dot_product_attention`: "cudnn" takes half precision on an NVIDIA GPU, "xla" is for
+            tests.
+    """
+    fused = partial(jax.nn.dot_product_attention, implementation=implementation, return_residual=True)
+    # [B, K, S, H] -> [B, S, K, H]
+    earlier = [jnp.swapaxes(lax.dynamic_index_in_dim(x, layer, keepdims=False), 1, 2) for x in (cache.k, cache.v)]
+    # With no earlier slot, one is attended to all the same, and counts for nothing: kernels differ on empty sums.
+    before, weight_before = fused(q, *earlier, key_value_seq_lengths=jnp.maximum(start, 1))
+    weight_before = jnp.where((start > 0)[:, None, None], weight_before, MASKED)
+    own, weight_own = fused(q, k, v, is_causal=True)
+    top = jnp.maximum(weight_before, weight_own)
+    share = [jnp.exp(weight - top)[..., None] for weight in (weight_before, weight_own)]
+    out = (before.astype(jnp.float32) * share[0] + own.astype(jnp.float32) * share[1]) / (share[0] + share[1])
+    return out.astype(q.dtype)
+
+
+def attend(
+    q: jax.Array, cache: KVCache, layer: jax.Array, start: jax.Array, decode_block: int = DECODE_KEY_BLOCK
+) -> jax.Array:
     """Attention of queries in slots start[b] .. start[b]+T-1 over the slots up to their own.
 
     Args:
         q: [B, T, N, H] queries after RoPE; their keys and values are already in the cache.
         cache: the cache, of which layer `layer` (int32 scalar) is read.
         start: [B] int32, slot of the first query of each row.
+        decode_block: slots that a step looks at where T = 1: as many as the caches of a CPU hold, or for accelerators,
+            which must be kept from starting many small steps, ACCELERATOR_DECODE_KEY_BLOCK.
 
     Returns:
         [B, T, N, H] in q's dtype.
     """
-    return _attend_one(q, cache, layer, start) if q.shape[1] == 1 else _attend_many(q, cache, layer, start)
+    if q.shape[1] == 1:
+        return _attend_one(q, cache, layer, start, decode_block)
+    return _attend_many(q, cache, layer, start)
 
 
 def _key_block(most: int, capacity: int) -> int:
@@ -157,11 +196,11 @@ def _step(q: jax.Array, k: jax.Array, v: jax.Array, carry: Carry, scale: float, 
     return new_top, total * keep + p.sum(axis=1), out * keep[:, None] + pv
 
 
-def _attend_one(q: jax.Array, cache: KVCache, layer: jax.Array, start: jax.Array) -> jax.Array:
+def _attend_one(q: jax.Array, cache: KVCache, layer: jax.Array, start: jax.Array, most: int) -> jax.Array:
     batch, _, heads, size = q.shape
     kv_heads = cache.k.shape[2]
     scale = 1.0 / math.sqrt(size)
-    key_block = _key_block(DECODE_KEY_BLOCK, cache.capacity)
+    key_block = _key_block(most, cache.capacity)
     # [B, 1, N, H] -> [B, K, G, H]
     q = q.reshape(batch, kv_heads, heads // kv_heads, size)
 

@@ -18,7 +18,7 @@ from specprefill_jax.errors import CheckpointError, argument_error
 from specprefill_jax.models import builtin
 from specprefill_jax.models.config import read_config, read_json
 from specprefill_jax.models.gguf import GgufCheckpoint
-from specprefill_jax.models.safetensors_file import FLOATS, TensorInfo, read_header, read_tensor
+from specprefill_jax.models.safetensors_file import FLOAT8, FLOATS, TensorInfo, read_header, read_tensor
 from specprefill_jax.models.weights import HARMLESS, Checkpoint, check_tensors, expected_shapes
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class FolderCheckpoint(Checkpoint):
         check_tensors(self.config, self._tensors, str(folder))
         for tensor in expected_shapes(self.config):
             info = self._tensors[tensor]
-            if info.dtype not in FLOATS:
+            if info.dtype not in (*FLOATS, FLOAT8):  # which of these, check_tensors has seen to
                 raise CheckpointError(f"{info.where}: dtype {info.dtype} is not allowed: must be {', '.join(FLOATS)}")
 
     def read(self, name: str) -> np.ndarray:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from specprefill_jax.errors import CheckpointError
+from specprefill_jax.models.float8 import Float8
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn")
@@ -77,6 +78,8 @@ class LlamaConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
+    float8: Float8 | None = None
+    """Which matrices of the checkpoint are float8, if any."""
 
     @classmethod
     def from_json(cls, data: dict[str, Any], source: str, generation: dict[str, Any] | None = None) -> "LlamaConfig":
@@ -129,6 +132,7 @@ class LlamaConfig:
                 if token is not None
             ),
             dtype=dtype,
+            float8=_read_float8(keys),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -136,6 +140,7 @@ class LlamaConfig:
         eos: int | list[int] | None = list(self.eos_token_ids) or None
         if len(self.eos_token_ids) == 1:
             eos = self.eos_token_ids[0]
+        quantised = {} if self.float8 is None else {"quantization_config": self.float8.to_json()}
         return {
             "architectures": ["LlamaForCausalLM"],
             "attention_bias": self.attention_bias,
@@ -157,6 +162,7 @@ class LlamaConfig:
             "tie_word_embeddings": self.tie_word_embeddings,
             "torch_dtype": self.dtype,
             "vocab_size": self.vocab_size,
+            **quantised,
         }
 
 
@@ -245,8 +251,16 @@ def _check_is_llama(keys: _Keys) -> None:
         raise keys.error("architectures", "a list with LlamaForCausalLM in it")
     if keys.get("hidden_act", "silu") != "silu":
         raise keys.error("hidden_act", "'silu'")
-    if keys.get("quantization_config") is not None:
-        raise keys.error("quantization_config", "absent: quantised safetensors are not read (GGUF files are)")
+
+
+def _read_float8(keys: _Keys) -> Float8 | None:
+    data = keys.get("quantization_config")
+    if data is None:
+        return None
+    try:
+        return Float8.from_json(data)
+    except ValueError as error:
+        raise keys.error("quantization_config", str(error)) from error
 
 
 def _read_rope(keys: _Keys, max_positions: int) -> RopeConfig:

@@ -6,36 +6,116 @@ float32, everything else in the parameters' dtype; but the residual stream stays
 speculator ranks chunks more like a float32 one.
 """
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
+from specprefill_jax.models import float8
 from specprefill_jax.models.config import LlamaConfig
 from specprefill_jax.models.rope import Rotation, rotate
+from specprefill_jax.models.weights import axes_of, row_of, sizes_of
+from specprefill_jax.sharding.rules import RULES, TENSOR, batch_letter, spec
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def project(x: jax.Array, weight: jax.Array, bias: jax.Array | None, contract: int = 1) -> jax.Array:
-    """x's last `contract` axes times weight's first ones, as one 2-D product, plus bias; in x's dtype."""
-    rows, inner = x.shape[: x.ndim - contract], weight.shape[:contract]
-    size = 1
-    for n in inner:
-        size *= n
-    # Float32 must mean float32 on accelerators too, where the default would round the inputs.
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    y = lax.dot_general(
-        x.reshape(-1, size),
-        weight.reshape(size, -1),
-        (((1,), (0,)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    ).astype(x.dtype)
-    y = y.reshape(*rows, *weight.shape[contract:])
-    return y if bias is None else y + bias
+@dataclass(frozen=True)
+class Layout:
+    """How a layer lies on its devices, beside the sizes in its config."""
+
+    float8: frozenset[str] = frozenset()
+    """Names of its float8 matrices."""
+    native: bool = False
+    """Whether the devices multiply float8; see `float8.product`."""
+    mesh: Mesh | None = None
+    """Devices among which matrices are split; None: none are."""
+    least_rows: int = 1
+    """Rows that products are padded to: for a lone one, XLA's GPU compiler would rather copy the matrix, widened."""
+
+
+class Linear(nnx.Module):
+    """A matrix of a layer, with its bias and, where it is float8, its scales.
+
+    A matrix whose inner axis is split over a mesh (o, down) multiplies on each device what lies there and adds up the
+    products, in x's dtype: one all-reduce. Float8 activations are then scaled device by device.
+    """
+
+    def __init__(self, name: str, config: LlamaConfig, dtype: jnp.dtype, layout: Layout, *, rngs: nnx.Rngs):
+        sizes, (out, inner) = sizes_of(config), row_of(name).shape.split(",")
+        is_float8 = name in layout.float8
+        self.out_shape = tuple(sizes[letter] for letter in out)
+        self.inner_axes = len(inner)
+        self.float8 = config.float8 if is_float8 else None
+        self.native, self.least_rows = layout.native, layout.least_rows
+        self.axes = axes_of(name, float8=is_float8)
+        self.mesh = layout.mesh if RULES.keys() & set(inner) else None
+        shape = tuple(sizes[letter] for letter in self.axes)
+        values = nnx.initializers.normal(0.02)(rngs.params(), shape, dtype)
+        self.weight = nnx.Param(values.astype(jnp.float8_e4m3fn) if is_float8 else values)
+        self.scale = nnx.Param(jnp.ones(self.out_shape, jnp.float32)) if is_float8 else None
+        static = self.float8 is not None and self.float8.static
+        self.input_scale = nnx.Param(jnp.ones((), jnp.float32)) if static else None
+        has_bias = config.mlp_bias if "F" in self.axes else config.attention_bias
+        self.bias = nnx.Param(jnp.zeros(self.out_shape, dtype)) if has_bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, T, inner axes] -> [B, T, out axes], in x's dtype."""
+        arrays = [param[...] for param in (self.weight, self.scale, self.input_scale) if param is not None]
+        if self.mesh is None:
+            y = self._product(x, *arrays)
+        else:
+            rows = f"{batch_letter(self.mesh, len(x))}T"
+            inner = self.axes[-self.inner_axes :] if self.float8 else self.axes[: self.inner_axes]
+            # The scales of this kind of matrix are whole on every device.
+            layouts = (spec(rows + inner), spec(self.axes), P(), P())[: 1 + len(arrays)]
+
+            def shared(x: jax.Array, *arrays: jax.Array) -> jax.Array:
+                return lax.psum(self._product(x, *arrays), TENSOR)
+
+            y = jax.shard_map(shared, mesh=self.mesh, in_specs=layouts, out_specs=spec(rows + "E"), check_vma=False)(
+                x, *arrays
+            )
+        return y if self.bias is None else y + self.bias[...]
+
+    def _product(
+        self, x: jax.Array, weight: jax.Array, scale: jax.Array | None = None, input_scale: jax.Array | None = None
+    ) -> jax.Array:
+        """As one 2-D product, float32 sums."""
+        flat = pad_rows(x.reshape(-1, math.prod(x.shape[2:])), self.least_rows)
+        if self.float8 is not None and scale is not None:
+            y = float8.product(
+                flat,
+                weight.reshape(-1, flat.shape[1]),
+                scale.reshape(-1),
+                input_scale,
+                self.float8.upper_bound,
+                native=self.native,
+            )
+            shape = weight.shape[: weight.ndim - self.inner_axes]
+        else:
+            # Float32 must mean float32 on accelerators too, where the default would round the inputs.
+            precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+            y = lax.dot_general(
+                flat,
+                weight.reshape(flat.shape[1], -1),
+                (((1,), (0,)), ((), ())),
+                precision=precision,
+                preferred_element_type=jnp.float32,
+            )
+            shape = weight.shape[self.inner_axes :]
+        return y[: x.shape[0] * x.shape[1]].astype(x.dtype).reshape(*x.shape[:2], *shape)
+
+
+def pad_rows(x: jax.Array, least: int) -> jax.Array:
+    """[R, I] -> [max(R, least), I], zeros below."""
+    return x if len(x) >= least else jnp.pad(x, ((0, least - len(x)), (0, 0)))
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -47,33 +127,15 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 class Block(nnx.Module):
     """One decoder layer."""
 
-    def __init__(self, config: LlamaConfig, dtype: jnp.dtype, *, rngs: nnx.Rngs):
-        c = config
-        normal = nnx.initializers.normal(0.02)
+    def __init__(self, config: LlamaConfig, dtype: jnp.dtype, layout: Layout, *, rngs: nnx.Rngs):
+        def linear(name: str) -> Linear:
+            return Linear(name, config, dtype, layout, rngs=rngs)
 
-        def weight(*shape: int) -> nnx.Param:
-            return nnx.Param(normal(rngs.params(), shape, dtype))
-
-        def bias(has: bool, *shape: int) -> nnx.Param | None:
-            return nnx.Param(jnp.zeros(shape, dtype)) if has else None
-
-        self.attn_norm = nnx.Param(jnp.ones((c.hidden_size,), dtype))
-        self.q = weight(c.hidden_size, c.num_heads, c.head_dim)
-        self.k = weight(c.hidden_size, c.num_kv_heads, c.head_dim)
-        self.v = weight(c.hidden_size, c.num_kv_heads, c.head_dim)
-        self.o = weight(c.num_heads, c.head_dim, c.hidden_size)
-        self.q_bias = bias(c.attention_bias, c.num_heads, c.head_dim)
-        self.k_bias = bias(c.attention_bias, c.num_kv_heads, c.head_dim)
-        self.v_bias = bias(c.attention_bias, c.num_kv_heads, c.head_dim)
-        self.o_bias = bias(c.attention_bias, c.hidden_size)
-        self.mlp_norm = nnx.Param(jnp.ones((c.hidden_size,), dtype))
-        self.gate = weight(c.hidden_size, c.intermediate_size)
-        self.up = weight(c.hidden_size, c.intermediate_size)
-        self.down = weight(c.intermediate_size, c.hidden_size)
-        self.gate_bias = bias(c.mlp_bias, c.intermediate_size)
-        self.up_bias = bias(c.mlp_bias, c.intermediate_size)
-        self.down_bias = bias(c.mlp_bias, c.hidden_size)
-        self.eps = c.rms_norm_eps
+        self.attn_norm = nnx.Param(jnp.ones((config.hidden_size,), dtype))
+        self.q, self.k, self.v, self.o = linear("q"), linear("k"), linear("v"), linear("o")
+        self.mlp_norm = nnx.Param(jnp.ones((config.hidden_size,), dtype))
+        self.gate, self.up, self.down = linear("gate"), linear("up"), linear("down")
+        self.eps = config.rms_norm_eps
 
     def __call__(self, x: jax.Array, by: Rotation, attend: Attend) -> jax.Array:
         """Float32 [B, T, E] -> float32 [B, T, E].
@@ -86,25 +148,16 @@ class Block(nnx.Module):
         """
         with jax.named_scope("attention"):
             y = rms_norm(x, self.attn_norm[...], self.eps)
-            q = rotate(project(y, self.q[...], _value(self.q_bias)), by)
-            k = rotate(project(y, self.k[...], _value(self.k_bias)), by)
-            v = project(y, self.v[...], _value(self.v_bias))
-            x = x + project(attend(q, k, v), self.o[...], _value(self.o_bias), contract=2)
+            x = x + self.o(attend(rotate(self.q(y), by), rotate(self.k(y), by), self.v(y)))
         with jax.named_scope("mlp"):
             y = rms_norm(x, self.mlp_norm[...], self.eps)
-            gate = project(y, self.gate[...], _value(self.gate_bias))
-            up = project(y, self.up[...], _value(self.up_bias))
-            return x + project(nnx.silu(gate) * up, self.down[...], _value(self.down_bias))
-
-
-def _value(param: nnx.Param | None) -> jax.Array | None:
-    return None if param is None else param[...]
+            return x + self.down(nnx.silu(self.gate(y)) * self.up(y))
 
 
 class Outer(nnx.Module):
     """What stands before the first layer and after the last: embedding, final norm, language-model head."""
 
-    def __init__(self, config: LlamaConfig, dtype: jnp.dtype, *, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, dtype: jnp.dtype, layout: Layout, *, rngs: nnx.Rngs):
         c = config
         normal = nnx.initializers.normal(0.02)
         self.embed = nnx.Param(normal(rngs.params(), (c.vocab_size, c.hidden_size), dtype))
@@ -112,10 +165,23 @@ class Outer(nnx.Module):
         tied = c.tie_word_embeddings
         self.head = None if tied else nnx.Param(normal(rngs.params(), (c.hidden_size, c.vocab_size), dtype))
         self.eps = c.rms_norm_eps
+        self.mesh, self.least_rows = layout.mesh, layout.least_rows
 
     def embedding(self, tokens: jax.Array) -> jax.Array:
         """Token ids [B, T] -> float32 [B, T, E]."""
-        return self.embed[...][tokens].astype(jnp.float32)
+        if self.mesh is None:
+            return self.embed[...][tokens].astype(jnp.float32)
+
+        def shared(embed: jax.Array, tokens: jax.Array) -> jax.Array:
+            at = tokens - lax.axis_index(TENSOR) * len(embed)
+            here = (at >= 0) & (at < len(embed))
+            return lax.psum(jnp.where(here[..., None], embed[jnp.where(here, at, 0)], 0), TENSOR)
+
+        # By hand: for a lone token XLA would rather gather the whole table.
+        rows = batch_letter(self.mesh, len(tokens))
+        layouts = (spec("VE"), spec(f"{rows}T"))
+        look_up = jax.shard_map(shared, mesh=self.mesh, in_specs=layouts, out_specs=spec(f"{rows}TE"), check_vma=False)
+        return look_up(self.embed[...], tokens).astype(jnp.float32)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Float32 hidden states [B, E] of one token a row -> float32 [B, V]."""
@@ -123,4 +189,6 @@ class Outer(nnx.Module):
         precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
         weight, axis = (self.embed[...], 1) if self.head is None else (self.head[...], 0)
         contract = (((1,), (axis,)), ((), ()))
-        return lax.dot_general(x, weight, contract, precision=precision, preferred_element_type=jnp.float32)
+        padded = pad_rows(x, self.least_rows)
+        y = lax.dot_general(padded, weight, contract, precision=precision, preferred_element_type=jnp.float32)
+        return y[: len(x)]

@@ -13,9 +13,11 @@ forward pass exists in two forms that share every line of math:
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import pairwise
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +33,11 @@ from specprefill_jax.errors import argument_error
 from specprefill_jax.models import attention
 from specprefill_jax.models.checkpoint import Checkpoint
 from specprefill_jax.models.config import DTYPES, LlamaConfig
-from specprefill_jax.models.llama import Block, Outer
+from specprefill_jax.models.llama import Block, Layout, Outer
 from specprefill_jax.models.rope import Rotation, frequencies, rotation
-from specprefill_jax.models.weights import axes_of, copy_heads
-from specprefill_jax.sharding.rules import check_divides, head_copies, sharding, spec
+from specprefill_jax.models.weights import axes_of, copy_heads, float8_names
+from specprefill_jax.sharding.mesh import NATIVE_FLOAT8, check_mesh, compute_capability, platform
+from specprefill_jax.sharding.rules import TENSOR, batch_letter, check_divides, head_copies, sharding, spec
 
 Leaves = tuple[jax.Array, ...]
 
@@ -45,8 +48,8 @@ class Weights:
     """All parameters as flat tuples: an argument of every compiled program."""
 
     outer: Leaves
-    blocks: tuple[Leaves, ...] | Leaves
-    """Layerwise: one tuple a layer. Scanned: one tuple of stacked arrays [L, ...]."""
+    blocks: tuple[Leaves, ...]
+    """Layerwise: one tuple a layer. Scanned: one tuple of stacked arrays [count, ...] a run of like layers."""
 
 
 @jax.tree_util.register_dataclass
@@ -59,6 +62,16 @@ class Step:
     queries: jax.Array | tuple[jax.Array, ...]
     """L arrays [B, N, H], or one stacked [L, B, N, H]: that token's queries, after RoPE, as attention used them."""
     cache: KVCache
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive layers of the same arrays, which one compiled program serves: as a rule all of them."""
+
+    first: int
+    count: int
+    definition: nnx.GraphDef
+    tree: jax.tree_util.PyTreeDef
 
 
 class LoadedLlama:
@@ -82,18 +95,40 @@ class LoadedLlama:
         self.weights = weights
         self.layerwise = layerwise
         self._one_layer = False
+        half = dtype in (jnp.bfloat16, jnp.float16)
+        cudnn = half and compute_capability(mesh) >= (8, 0)
+        self.fused_attention: Literal["cudnn", "xla"] | None = "cudnn" if cudnn else None
+        """The fused kernel that prefills, see `attention.attend_fused`; None: `attention.attend`."""
+        accelerator = platform(mesh) != "cpu"
+        self._decode_block = attention.ACCELERATOR_DECODE_KEY_BLOCK if accelerator else attention.DECODE_KEY_BLOCK
         self._inv_freq, self._rope_scaling = frequencies(config.rope, config.head_dim)
-        self._outer_def, self._outer_tree = _abstract(Outer, self.layout, dtype)
-        self._block_def, self._block_tree = _abstract(Block, self.layout, dtype)
+        self._outer_def, self._outer_tree = _abstract(lambda rngs: Outer(self.layout, dtype, _layout(mesh), rngs=rngs))
+        self.runs = tuple(
+            Run(first, count, *_abstract(_block(self.layout, dtype, mesh, first)))
+            for first, count in like_layers(config)
+        )
+        """The layers, in order."""
         self._layers = [self.put(np.array(i, np.int32)) for i in range(config.num_layers)]
         self._begin = jax.jit(self._begin_fn, donate_argnames="cache")
-        self._block = jax.jit(self._block_fn, donate_argnames=("x", "cache"))
+        self._block = jax.jit(self._block_fn, donate_argnames=("x", "cache"), static_argnames="run")
         self._take = jax.jit(_take_row)
-        self._scanned = jax.jit(self.run, donate_argnames="cache")
-        self.logits: Callable[[Weights, jax.Array], jax.Array] = jax.jit(
+        self.scanned = self.jit(self.run, donate_argnames="cache")
+        """Compiled `run`, of a scanned model."""
+        self.logits: Callable[[Weights, jax.Array], jax.Array] = self.jit(
             self.logits_fn, out_shardings=None if mesh is None else self.whole
         )
         """Compiled `logits_fn`."""
+
+    def jit(self, function: Callable, **options: Any) -> Any:
+        """`jax.jit` of a whole program of this model, compiled as suits its devices."""
+        return jax.jit(function, compiler_options=compiler_options(self.mesh), **options)
+
+    @property
+    def native_float8_layers(self) -> int:
+        """Layers whose feed-forward products are float8 ones."""
+        if compute_capability(self.mesh) < NATIVE_FLOAT8:
+            return 0
+        return sum(run.count for run in self.runs if {"gate", "up", "down"} <= float8_names(self.config, run.first))
 
     @property
     def whole(self) -> Sharding:
@@ -120,17 +155,12 @@ class LoadedLlama:
             start: [B] int32, slot of each row's first token; start + T must not exceed the capacity.
             row: [B] int32 in 0..T-1, the token of each row whose hidden state and queries are returned.
         """
-        if not self.layerwise:
-            return self._scanned(self.weights, tokens, positions, cache, start, row)
-        if self._one_layer:
-            weights = Weights(self.weights.outer, self.weights.blocks[:1])
-            step = self.run(weights, tokens, positions, cache, start, row)
-            return dataclasses.replace(step, queries=step.queries * self.config.num_layers)
-        return self.run(self.weights, tokens, positions, cache, start, row)
+        run = self.run if self.layerwise else self.scanned
+        return run(self.weights, tokens, positions, cache, start, row)
 
     @contextlib.contextmanager
     def one_layer(self) -> Iterator[None]:
-        """Within it a layerwise `step` runs one layer for all: to compile every program at little of the cost.
+        """Within it a layerwise `step` runs one layer for all like it: to compile every program at little of the cost.
 
         Results have the right shapes and no meaning. A scanned model is not affected.
         """
@@ -153,18 +183,25 @@ class LoadedLlama:
         x, by, cache = self._begin(weights.outer, tokens, positions, cache, start)
         if self.layerwise:
             queries = []
-            for layer, leaves in zip(self._layers, weights.blocks, strict=False):
-                x, cache, q = self._block(leaves, x, by, cache, layer, start, row)
-                queries.append(q)
+            for run in self.runs:
+                for i in range(run.first, run.first + (1 if self._one_layer else run.count)):
+                    x, cache, q = self._block(weights.blocks[i], x, by, cache, self._layers[i], start, row, run=run)
+                    queries += [q] * (run.count if self._one_layer else 1)
             return Step(self._take(x, row), tuple(queries), cache)
 
-        def body(carry: tuple[jax.Array, KVCache], xs: Any) -> tuple[tuple[jax.Array, KVCache], jax.Array]:
-            x, cache, q = self._block(xs[0], carry[0], by, carry[1], xs[1], start, row)
-            return (x, cache), q
+        stacked = []
+        for run, leaves in zip(self.runs, weights.blocks, strict=True):
 
-        layers = jnp.arange(self.config.num_layers)
-        (x, cache), stacked = lax.scan(body, (x, cache), (weights.blocks, layers))
-        return Step(self._take(x, row), stacked, cache)
+            def body(
+                carry: tuple[jax.Array, KVCache], xs: Any, run: Run = run
+            ) -> tuple[tuple[jax.Array, KVCache], jax.Array]:
+                x, cache, q = self._block(xs[0], carry[0], by, carry[1], xs[1], start, row, run=run)
+                return (x, cache), q
+
+            layers = jnp.arange(run.first, run.first + run.count)
+            (x, cache), q = lax.scan(body, (x, cache), (leaves, layers))
+            stacked.append(q)
+        return Step(self._take(x, row), jnp.concatenate(stacked) if len(stacked) > 1 else stacked[0], cache)
 
     def logits_fn(self, weights: Weights, hidden: jax.Array) -> jax.Array:
         """Next-token logits, float32 [B, V], of hidden states [B, E]."""
@@ -174,8 +211,6 @@ class LoadedLlama:
         self, outer: Leaves, tokens: jax.Array, positions: jax.Array, cache: KVCache, start: jax.Array
     ) -> tuple[jax.Array, Rotation, KVCache]:
         x = _merge(self._outer_def, self._outer_tree, outer).embedding(tokens)
-        if self.mesh is not None:
-            x = lax.with_sharding_constraint(x, sharding(self.mesh, "BTE"))
         stored = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, axis=0))
         cache = KVCache(cache.k, cache.v, stored(cache.positions, positions, start))
         return x, rotation(positions, self._inv_freq, self._rope_scaling), cache
@@ -189,19 +224,24 @@ class LoadedLlama:
         layer: jax.Array,
         start: jax.Array,
         row: jax.Array,
+        *,
+        run: Run,
     ) -> tuple[jax.Array, KVCache, jax.Array]:
-        block = _merge(self._block_def, self._block_tree, leaves)
+        block = _merge(run.definition, run.tree, leaves)
         seen: list = []
 
         def local(
             q: jax.Array, k: jax.Array, v: jax.Array, cache: KVCache, layer: jax.Array, start: jax.Array
         ) -> tuple[KVCache, jax.Array]:
             written = attention.write(cache, layer, start, k, v)
-            return written, attention.attend(q, written, layer, start)
+            if self.fused_attention is not None and q.shape[1] > 1:
+                return written, attention.attend_fused(q, k, v, written, layer, start, self.fused_attention)
+            return written, attention.attend(q, written, layer, start, self._decode_block)
 
         if self.mesh is not None:  # each device attends with its own heads; left to itself, XLA would gather them
-            q_spec, kv_spec, cache_specs = spec("BTNH"), spec("BTKH"), cache_spec()
-            arguments = (q_spec, kv_spec, kv_spec, cache_specs, P(), P())
+            rows = batch_letter(self.mesh, len(x))
+            q_spec, kv_spec, cache_specs = spec(f"{rows}TNH"), spec(f"{rows}TKH"), cache_spec(self.mesh, len(x))
+            arguments = (q_spec, kv_spec, kv_spec, cache_specs, P(), spec(rows))
             local = jax.shard_map(
                 local, mesh=self.mesh, in_specs=arguments, out_specs=(cache_specs, q_spec), check_vma=False
             )
@@ -231,7 +271,7 @@ def load(
         dtype: float32, bfloat16 or float16: of parameters, cache and activations.
         num_layers: use only the first so many layers (all of them when None).
         layerwise: the form of the forward pass (see the module); by default layerwise on one CPU, scanned elsewhere.
-        mesh: devices that share the model along the axis `tensor`; each gets only its own slices.
+        mesh: devices that share the model (`sharding.mesh.make_mesh`); each gets only its own slices.
         report: called with (layers read, layers in all) as loading goes on.
     """
     if dtype not in DTYPES:
@@ -243,29 +283,136 @@ def load(
         config = dataclasses.replace(config, num_layers=num_layers)
     if layerwise is None:
         layerwise = jax.default_backend() == "cpu" and mesh is None
+    mesh = None if mesh is None else check_mesh(mesh)
     copies = (1, 1) if mesh is None else check_fits(mesh, config)
     layout = dataclasses.replace(
         config, num_heads=config.num_heads * copies[0], num_kv_heads=config.num_kv_heads * copies[1]
     )
     kind = jnp.dtype(dtype)
 
-    def place(name: str, array: np.ndarray) -> jax.Array:
+    def place(name: str, array: np.ndarray) -> _Placed:
+        float8 = array.dtype == jnp.float8_e4m3fn
+        to = array.dtype if float8 else jnp.dtype(jnp.float32) if name.endswith("_scale") else kind
         if mesh is None:
-            return jnp.asarray(array, kind)
-        array = copy_heads(name, array, *copies)
-        split = sharding(mesh, axes_of(name))
-        return jax.make_array_from_callback(array.shape, split, lambda index: np.asarray(array[index], kind))
+            # A CPU casts as it copies; elsewhere the device does both.
+            return _Placed(jnp.asarray(array, to)) if layerwise else _placed(array, to, jnp.asarray)
+        array, axes = copy_heads(name, array, *copies, float8=float8), axes_of(name, float8=float8)
+        split = partial(_split, mesh, axes)
+        return _placed(array, to, split, sharding(mesh, axes))
 
-    outer = _leaves(Outer, layout, kind, checkpoint.outer(), place)
+    outer = _leaves(lambda rngs: Outer(layout, kind, _layout(mesh), rngs=rngs), checkpoint.outer(), place)
 
-    def layers() -> Iterator[Leaves]:
-        for i in range(config.num_layers):
-            yield _leaves(Block, layout, kind, checkpoint.layer(i), place)
+    def layers(first: int, count: int) -> Iterator[tuple[_Placed, ...]]:
+        for i in range(first, first + count):
+            yield _leaves(_block(layout, kind, mesh, i), checkpoint.layer(i), place)
             if report is not None:
                 report(i + 1, config.num_layers)
 
-    blocks: tuple[Leaves, ...] | Leaves = tuple(layers()) if layerwise else _stack(layers(), config.num_layers)
-    return LoadedLlama(config, kind, Weights(outer, blocks), layerwise=layerwise, layout=layout, mesh=mesh)
+    blocks: list[Leaves] = []
+    for first, count in like_layers(config):
+        blocks += map(_turned, layers(first, count)) if layerwise else [_stack(layers(first, count), count)]
+    weights = Weights(_turned(outer), tuple(blocks))
+    return LoadedLlama(config, kind, weights, layerwise=layerwise, layout=layout, mesh=mesh)
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """How an array that lies as in its file becomes one of ours: on its device, which is quicker at it than a host."""
+
+    axes: tuple[int, ...]
+    dtype: jnp.dtype
+    layout: NamedSharding | None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = jnp.transpose(x, self.axes).astype(self.dtype)
+        return y if self.layout is None else lax.with_sharding_constraint(y, self.layout)
+
+    def empty(self, x: jax.Array, count: int) -> jax.Array:
+        """Zeros for `count` such arrays."""
+        stacked = None if self.layout is None else NamedSharding(self.layout.mesh, P(None, *self.layout.spec))
+        shape = (count, *(x.shape[axis] for axis in self.axes))
+        return jnp.zeros(shape, self.dtype, device=stacked)
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """An array on its devices, and what is still to be done to it there."""
+
+    array: jax.Array
+    turn: _Turn | None = None
+
+
+def _placed(
+    array: np.ndarray, dtype: jnp.dtype, put: Callable[..., jax.Array], layout: NamedSharding | None = None
+) -> _Placed:
+    """Put a view of a file on its devices in the order of its bytes, so that nothing is turned over on the host.
+
+    Args:
+        array: the view, in our order of axes.
+        dtype: to cast to, on the device.
+        put: from the view in the file's order (and that order, where there is a layout) to the array.
+        layout: of the array in our order.
+    """
+    strides = getattr(array, "strides", None)
+    order = tuple(range(array.ndim)) if strides is None else tuple(sorted(range(array.ndim), key=lambda i: -strides[i]))
+    lies = array.transpose(order) if strides is not None else array
+    turn = _Turn(tuple(order.index(axis) for axis in range(array.ndim)), jnp.dtype(dtype), layout)
+    return _Placed(put(lies) if layout is None else put(order, lies), turn)
+
+
+def _split(mesh: Mesh, axes: str, order: tuple[int, ...], array: np.ndarray) -> jax.Array:
+    """The array on the mesh, each device reading only what is its own."""
+    split = sharding(mesh, "".join(axes[i] for i in order))
+    return jax.make_array_from_callback(array.shape, split, lambda index: np.asarray(array[index]))
+
+
+def abstract(config: LlamaConfig, dtype: str, mesh: Mesh) -> LoadedLlama:
+    """A model with shapes and layouts in place of its parameters: to compile for devices that are not here.
+
+    Args:
+        config: the model.
+        dtype: of its parameters that are not float8, its cache and its activations.
+        mesh: the devices.
+
+    Raises:
+        ArgumentError: it cannot be split over the mesh.
+    """
+    copies, kind = check_fits(mesh, config), jnp.dtype(dtype)
+    layout = dataclasses.replace(
+        config, num_heads=config.num_heads * copies[0], num_kv_heads=config.num_kv_heads * copies[1]
+    )
+
+    def leaves(make: Callable[[nnx.Rngs], nnx.Module], *stacked: int) -> Leaves:
+        state = nnx.to_flat_state(nnx.state(nnx.eval_shape(lambda: make(nnx.Rngs(0)))))
+        out = []
+        for name, (_, param) in zip(leaf_names(make), state, strict=True):
+            axes = axes_of(name, float8=param.dtype == jnp.float8_e4m3fn)
+            placed = NamedSharding(mesh, P(*(None for _ in stacked), *spec(axes)))
+            out.append(jax.ShapeDtypeStruct((*stacked, *param.shape), param.dtype, sharding=placed))
+        return cast(Leaves, tuple(out))
+
+    outer = leaves(lambda rngs: Outer(layout, kind, _layout(mesh), rngs=rngs))
+    blocks = tuple(leaves(_block(layout, kind, mesh, first), count) for first, count in like_layers(config))
+    return LoadedLlama(config, kind, Weights(outer, blocks), layerwise=False, layout=layout, mesh=mesh)
+
+
+def like_layers(config: LlamaConfig) -> list[tuple[int, int]]:
+    """(first, count) of each run of consecutive layers that have the same arrays: the same matrices in float8."""
+    kinds = [float8_names(config, i) for i in range(config.num_layers)]
+    firsts = [i for i in range(len(kinds)) if i == 0 or kinds[i] != kinds[i - 1]]
+    return [(first, end - first) for first, end in pairwise([*firsts, len(kinds)])]
+
+
+def compiler_options(mesh: Mesh | None) -> dict[str, bool | int]:
+    """XLA's options for a whole model's programs.
+
+    On GPUs, library matrix products that read a layer's weights where they lie in the stack. Triton's, and products
+    merged into one, have XLA copy them out of it first: three times the memory traffic of a decode step, and 0.2 GiB
+    instead of 0.03 a device for a 70B model on eight (seen in programs compiled for H100).
+    """
+    if platform(mesh) != "gpu":
+        return {}
+    return {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 
 
 def check_fits(mesh: Mesh, config: LlamaConfig) -> tuple[int, int]:
@@ -283,10 +430,25 @@ def _take_row(x: jax.Array, row: jax.Array) -> jax.Array:
     return jax.vmap(lambda xb, r: lax.dynamic_index_in_dim(xb, r, keepdims=False))(x, row)
 
 
-def _abstract(kind: type[nnx.Module], config: LlamaConfig, dtype: jnp.dtype) -> tuple:
+def _block(layout: LlamaConfig, dtype: jnp.dtype, mesh: Mesh | None, index: int) -> Callable[[nnx.Rngs], Block]:
+    """How layer `index` is made."""
+    lies = _layout(mesh, float8_names(layout, index))
+    return lambda rngs: Block(layout, dtype, lies, rngs=rngs)
+
+
+def _layout(mesh: Mesh | None, float8: frozenset[str] = frozenset()) -> Layout:
+    """How one of the modules lies on its devices."""
+    return Layout(
+        float8,
+        native=compute_capability(mesh) >= NATIVE_FLOAT8,
+        mesh=mesh if mesh is not None and mesh.shape[TENSOR] > 1 else None,
+        least_rows=8 if platform(mesh) == "gpu" else 1,
+    )
+
+
+def _abstract(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[nnx.GraphDef, jax.tree_util.PyTreeDef]:
     """The module's structure without any array: its graph definition and the tree its flat leaves belong to."""
-    module = nnx.eval_shape(lambda: kind(config, dtype, rngs=nnx.Rngs(0)))
-    graphdef, state = nnx.split(module)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     return graphdef, jax.tree.structure(state)
 
 
@@ -295,37 +457,44 @@ def _merge(graphdef: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, leaves: Leaves
 
 
 def _leaves(
-    kind: type[nnx.Module],
-    config: LlamaConfig,
-    dtype: jnp.dtype,
+    make: Callable[[nnx.Rngs], nnx.Module],
     arrays: dict[str, np.ndarray],
-    place: Callable[[str, np.ndarray], jax.Array],
-) -> Leaves:
-    """Arrays by name -> the module's flat leaves in its own order, cast and where they belong."""
-    state = nnx.state(nnx.eval_shape(lambda: kind(config, dtype, rngs=nnx.Rngs(0))))
-    paths = [path for path, _ in nnx.to_flat_state(state)]
-    return tuple(place(str(path[-1]), arrays[path[-1]]) for path in paths)
+    place: Callable[[str, np.ndarray], _Placed],
+) -> tuple[_Placed, ...]:
+    """Arrays by name -> the module's flat leaves in its own order, where they belong."""
+    names = leaf_names(make)
+    # Together: a thread that waits for the disk keeps no other from copying.
+    with ThreadPoolExecutor() as pool:
+        return tuple(pool.map(place, names, [arrays[name] for name in names]))
 
 
-@partial(jax.jit, donate_argnums=0)
-def _set_layer(stack: Leaves, layer: ArrayLike, leaves: Leaves) -> Leaves:
-    return tuple(lax.dynamic_update_index_in_dim(s, x, layer, 0) for s, x in zip(stack, leaves, strict=True))
+def leaf_names(make: Callable[[nnx.Rngs], nnx.Module]) -> list[str]:
+    """Our names (`weights.Row.ours`) of a module's flat leaves, in its own order."""
+    state = nnx.state(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    return ["_".join(path).removesuffix("_weight") for path, _ in nnx.to_flat_state(state)]
 
 
-def _empty_stack(x: jax.Array, count: int) -> jax.Array:
-    """Zeros [count, ...] of arrays like x, laid out as it is."""
-    layout = x.sharding
-    if isinstance(layout, NamedSharding):
-        layout = NamedSharding(layout.mesh, P(None, *layout.spec))
-    return jnp.zeros((count, *x.shape), x.dtype, device=layout)
+@partial(jax.jit, static_argnums=1)
+def _turn(x: jax.Array, turn: _Turn) -> jax.Array:
+    return turn(x)
 
 
-def _stack(layers: Iterator[Leaves], count: int) -> Leaves:
+def _turned(placed: tuple[_Placed, ...]) -> Leaves:
+    return tuple(x.array if x.turn is None else _turn(x.array, x.turn) for x in placed)
+
+
+@partial(jax.jit, static_argnums=3, donate_argnums=0)
+def _set_layer(stack: Leaves, layer: ArrayLike, arrays: Leaves, turns: tuple[_Turn, ...]) -> Leaves:
+    turned = (turn(x) for x, turn in zip(arrays, turns, strict=True))
+    return tuple(lax.dynamic_update_index_in_dim(s, x, layer, 0) for s, x in zip(stack, turned, strict=True))
+
+
+def _stack(layers: Iterator[tuple[_Placed, ...]], count: int) -> Leaves:
     """Stream layers into stacked buffers, so that at most one layer is held twice."""
-    stack: Leaves | None = None
-    for i, leaves in enumerate(layers):
-        if stack is None:
-            stack = tuple(_empty_stack(x, count) for x in leaves)
-        stack = _set_layer(stack, np.int32(i), leaves)
-    assert stack is not None
+    stack: Leaves = ()
+    for i, placed in enumerate(layers):
+        arrays, turns = tuple(x.array for x in placed), tuple(cast(_Turn, x.turn) for x in placed)
+        if not stack:
+            stack = tuple(turn.empty(x, count) for x, turn in zip(arrays, turns, strict=True))
+        stack = _set_layer(stack, np.int32(i), arrays, turns)
     return stack

@@ -43,6 +43,8 @@ FLOATS: dict[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+FLOAT8 = "F8_E4M3"
+_READABLE = FLOATS | {FLOAT8: np.dtype(ml_dtypes.float8_e4m3fn)}
 
 
 @dataclass(frozen=True)
@@ -104,12 +106,12 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 def read_tensor(info: TensorInfo) -> np.ndarray:
     """The data of a float tensor as a read-only view of the mapped file: pages are read as they are used."""
     if info.nbytes == 0:
-        return np.zeros(info.shape, FLOATS[info.dtype])
+        return np.zeros(info.shape, _READABLE[info.dtype])
     try:
         raw = np.memmap(info.file, np.uint8, "r", offset=info.begin, shape=(info.nbytes,))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{info.where}: cannot be read: {error}") from error
-    return np.asarray(raw).view(FLOATS[info.dtype]).reshape(info.shape)
+    return np.asarray(raw).view(_READABLE[info.dtype]).reshape(info.shape)
 
 
 def write_file(

@@ -5,16 +5,17 @@ K key heads, H head size, as in a model's `LlamaConfig`.
 """
 
 import abc
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from specprefill_jax.errors import CheckpointError, argument_error
 from specprefill_jax.models.config import LlamaConfig
-from specprefill_jax.models.safetensors_file import TensorInfo
+from specprefill_jax.models.safetensors_file import FLOAT8, TensorInfo
 
 if TYPE_CHECKING:
     from specprefill_jax.tokens import Tokenizer
@@ -29,6 +30,7 @@ class Row:
     gguf: str
     shape: str
     when: str = ""  # the config flag that says whether it is there; empty: always
+    stored: Literal["float", "float8", "scale"] = "float"
 
 
 LAYER_ROWS = (
@@ -55,8 +57,11 @@ OUTER_ROWS = (
     Row("head", "lm_head.weight", "output.weight", "V,E", "untied"),
 )
 
-# Buffers that old checkpoints carry and that the config says better.
-HARMLESS = re.compile(r"(model\.layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq")
+# Buffers that checkpoints carry and that the config says better, or that belong to a float8 cache, which ours is not.
+HARMLESS = re.compile(
+    r"(model\.layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq"
+    r"|model\.layers\.\d+\.self_attn\.[kv]_scale|model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj\.input_scale_ub"
+)
 
 
 class Checkpoint(abc.ABC):
@@ -80,7 +85,7 @@ class Checkpoint(abc.ABC):
 
     def outer(self) -> dict[str, np.ndarray]:
         """{"embed": [V, E], "norm": [E], "head": [E, V]}; no head where it is tied to the embedding."""
-        return {row.ours: to_ours(self.config, row, self.read(row.hf)) for row in rows_of(self.config, OUTER_ROWS)}
+        return {row.ours: to_ours(self.config, row, self.read(row.hf)) for row in outer_rows(self.config)}
 
     def layer(self, index: int) -> dict[str, np.ndarray]:
         """Arrays of layer `index` (from 0), as views of the file where they can be.
@@ -88,12 +93,14 @@ class Checkpoint(abc.ABC):
         Returns:
             attn_norm [E], q [E, N, H], k [E, K, H], v [E, K, H], o [N, H, E], mlp_norm [E], gate [E, F], up [E, F],
             down [F, E]; with attention_bias q_bias [N, H], k_bias [K, H], v_bias [K, H], o_bias [E]; with mlp_bias
-            gate_bias [F], up_bias [F], down_bias [E].
+            gate_bias [F], up_bias [F], down_bias [E]. A float8 matrix comes as in its file, out axes first, e.g.
+            down [E, F] and o [E, N, H], and with it down_scale [E] and, where activations are static,
+            down_input_scale [], both float32.
         """
         self._check_layer(index)
         return {
             row.ours: to_ours(self.config, row, self.read(layer_name(index, row)))
-            for row in rows_of(self.config, LAYER_ROWS)
+            for row in layer_rows(self.config, index)
         }
 
     def _check_layer(self, index: int) -> None:
@@ -106,7 +113,35 @@ def layer_name(index: int, row: Row) -> str:
     return f"model.layers.{index}.{row.hf}"
 
 
-def rows_of(config: LlamaConfig, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+def outer_rows(config: LlamaConfig) -> tuple[Row, ...]:
+    """The tensors outside the layers that this model has."""
+    return _rows_of(config, OUTER_ROWS)
+
+
+def layer_rows(config: LlamaConfig, index: int) -> tuple[Row, ...]:
+    """The tensors of layer `index` (from 0): a float8 matrix brings its scale, and where static its input's."""
+    if config.float8 is None:
+        return _rows_of(config, LAYER_ROWS)
+    rows: list[Row] = []
+    for row in _rows_of(config, LAYER_ROWS):
+        module = layer_name(index, row).removesuffix(".weight")
+        if "," not in row.shape or not config.float8.converts(module):
+            rows.append(row)
+            continue
+        rows.append(replace(row, stored="float8"))
+        rows.append(Row(f"{row.ours}_scale", f"{row.hf}_scale", "", row.shape.split(",")[0], stored="scale"))
+        if config.float8.static:
+            name = row.hf.removesuffix("weight") + "input_scale"
+            rows.append(Row(f"{row.ours}_input_scale", name, "", "", stored="scale"))
+    return tuple(rows)
+
+
+def float8_names(config: LlamaConfig, index: int) -> frozenset[str]:
+    """Our names of the matrices of layer `index` that are float8."""
+    return frozenset(row.ours for row in layer_rows(config, index) if row.stored == "float8")
+
+
+def _rows_of(config: LlamaConfig, rows: tuple[Row, ...]) -> tuple[Row, ...]:
     """The rows of a table that this model has."""
     flags = {
         "": True,
@@ -119,11 +154,15 @@ def rows_of(config: LlamaConfig, rows: tuple[Row, ...]) -> tuple[Row, ...]:
 
 def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """HF name to file shape ([out, in]) of every tensor that a checkpoint of this model must hold, layers in order."""
-    shapes = {row.hf: _file_shape(config, row) for row in rows_of(config, OUTER_ROWS)}
-    per_layer = [(row, _file_shape(config, row)) for row in rows_of(config, LAYER_ROWS)]
+    return {name: _file_shape(config, row) for name, row in _all_rows(config).items()}
+
+
+def _all_rows(config: LlamaConfig) -> dict[str, Row]:
+    """HF name to row of every tensor, layers in order."""
+    rows = {row.hf: row for row in outer_rows(config)}
     for index in range(config.num_layers):
-        shapes.update({layer_name(index, row): shape for row, shape in per_layer})
-    return shapes
+        rows.update({layer_name(index, row): row for row in layer_rows(config, index)})
+    return rows
 
 
 def check_tensors(config: LlamaConfig, tensors: Mapping[str, TensorInfo], source: str) -> None:
@@ -135,29 +174,39 @@ def check_tensors(config: LlamaConfig, tensors: Mapping[str, TensorInfo], source
         source: what to call the whole checkpoint in errors.
 
     Raises:
-        CheckpointError: a tensor is missing, unknown or of another shape; names file and tensor.
+        CheckpointError: a tensor is missing, unknown, of another shape, or float8 where the config does not say so or
+            the other way round; names file and tensor.
     """
     # Names first, in file order of the layers, so that a wrong num_layers is told as missing or unknown tensors.
-    shapes = expected_shapes(config)
-    missing = [name for name in shapes if name not in tensors]
+    rows = _all_rows(config)
+    missing = [name for name in rows if name not in tensors]
     if missing:
         raise CheckpointError(
             f"{source}: tensor {missing[0]} is missing{_and_more(missing)}; "
             f"a Llama of {config.num_layers} layers needs it"
         )
-    unknown = [name for name in tensors if name not in shapes and not _is_ignored(config, name)]
+    unknown = [name for name in tensors if name not in rows and not _is_ignored(config, name)]
     if unknown:
         raise CheckpointError(
             f"{tensors[unknown[0]].file}: tensor {unknown[0]} is unknown{_and_more(unknown)}: "
             f"a Llama of {config.num_layers} layers with this config has no such tensor"
         )
-    for name, shape in shapes.items():
-        info = tensors[name]
-        if info.shape != shape:
+    for name, row in rows.items():
+        info, shape = tensors[name], _file_shape(config, row)
+        if row.stored == "scale":
+            many = config.float8 is not None and config.float8.per_channel and shape != ()
+            allowed = [shape, (*shape, 1)] if many else [(), (1,), (1, 1)]
+            if info.shape not in allowed:
+                raise CheckpointError(f"{info.where}: shape {list(info.shape)}, the config says {list(allowed[-1])}")
+        elif info.shape != shape:
             raise CheckpointError(f"{info.where}: shape {list(info.shape)}, the config says {list(shape)}")
+        if (info.dtype == FLOAT8) != (row.stored == "float8"):
+            said = "is" if row.stored == "float8" else "is not"
+            raise CheckpointError(f"{info.where}: dtype {info.dtype}, but by the config it {said} {FLOAT8}")
 
 
-def _sizes(config: LlamaConfig) -> dict[str, int]:
+def sizes_of(config: LlamaConfig) -> dict[str, int]:
+    """The length of each axis, by letter."""
     return {
         "E": config.hidden_size,
         "F": config.intermediate_size,
@@ -169,38 +218,45 @@ def _sizes(config: LlamaConfig) -> dict[str, int]:
 
 
 def _file_shape(config: LlamaConfig, row: Row) -> tuple[int, ...]:
-    sizes = _sizes(config)
-    shape = []
-    for axis in row.shape.split(","):
-        size = 1
-        for letter in axis:
-            size *= sizes[letter]
-        shape.append(size)
-    return tuple(shape)
+    sizes = sizes_of(config)
+    return tuple(math.prod(sizes[letter] for letter in axis) for axis in row.shape.split(",") if axis)
 
 
 def to_ours(config: LlamaConfig, row: Row, array: np.ndarray) -> np.ndarray:
-    """File layout [out, in] to ours [in, out], head axes split in two; a view wherever numpy can make one."""
-    if row.ours == "embed":
-        return array
-    sizes = _sizes(config)
+    """File layout [out, in] to ours [in, out], head axes split in two; a view wherever numpy can make one.
+
+    Float8 matrices stay [out, in], head axes split. A scale of a whole tensor is repeated for every output channel.
+    """
+    sizes = sizes_of(config)
     # One group of sizes an axis of the file, e.g. "NH,E" -> [[N, H], [E]]
     groups = [[sizes[letter] for letter in axis] for axis in row.shape.split(",")]
-    split = array.reshape([size for group in groups for size in group])
-    if len(groups) == 1:
+    shape = [size for group in groups for size in group]
+    if row.stored == "scale":
+        scale = array.astype(np.float32)
+        return np.broadcast_to(scale.reshape(()), shape) if scale.size == 1 else scale.reshape(shape)
+    split = array.reshape(shape)
+    if len(groups) == 1 or row.ours == "embed" or row.stored == "float8":
         return split
     out_axes = len(groups[0])
     return np.moveaxis(split, range(out_axes), range(split.ndim - out_axes, split.ndim))
 
 
-def axes_of(ours: str) -> str:
-    """The letters of the axes of one of our arrays, e.g. "ENH" for q."""
-    row = next(row for row in (*OUTER_ROWS, *LAYER_ROWS) if row.ours == ours)
-    first, *rest = row.shape.split(",")
-    return first + "".join(rest) if ours == "embed" else "".join(rest) + first
+def row_of(ours: str) -> Row:
+    """The row of the table with that name here."""
+    return next(row for row in (*OUTER_ROWS, *LAYER_ROWS) if row.ours == ours)
 
 
-def copy_heads(name: str, array: np.ndarray, q_copies: int, kv_copies: int) -> np.ndarray:
+def axes_of(ours: str, *, float8: bool = False) -> str:
+    """The letters of the axes of one of our arrays, e.g. "ENH" for q, "NHE" where it is float8, "NH" for q_scale."""
+    if ours.endswith("_input_scale"):
+        return ""
+    first, *rest = row_of(ours.removesuffix("_scale")).shape.split(",")
+    if ours.endswith("_scale"):
+        return first
+    return first + "".join(rest) if ours == "embed" or float8 else "".join(rest) + first
+
+
+def copy_heads(name: str, array: np.ndarray, q_copies: int, kv_copies: int, *, float8: bool = False) -> np.ndarray:
     """One of our arrays with each head repeated; only the first copy of a query head counts in the output.
 
     Args:
@@ -208,13 +264,15 @@ def copy_heads(name: str, array: np.ndarray, q_copies: int, kv_copies: int) -> n
         array: as `Checkpoint.layer` gives it.
         q_copies: times each query head is there.
         kv_copies: times each key head is there.
+        float8: whether it is a float8 matrix.
     """
-    axes = axes_of(name)
+    axes = axes_of(name, float8=float8)
     for letter, copies in (("N", q_copies), ("K", kv_copies)):
         if copies > 1 and letter in axes:
             array = np.repeat(array, copies, axis=axes.index(letter))
     if name == "o" and q_copies > 1:
-        array[np.arange(len(array)) % q_copies > 0] = 0
+        heads = np.moveaxis(array, axes.index("N"), 0)  # a view
+        heads[np.arange(len(heads)) % q_copies > 0] = 0
     return array
 
 

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sysconfig
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ class Report:
     temp_bytes: int
     """Temporary memory a device, beside arguments and results."""
     argument_bytes: int
+    alias_bytes: int
+    """Of arguments that are donated and come back, changed in place, as results."""
     collectives: dict[str, int]
     """How many of each kind."""
     kernels: list[KernelReport] = field(default_factory=list)
@@ -106,6 +108,12 @@ def compile_for(function: Callable, arguments: tuple, name: str, dump: Path | No
     named.__name__ = name
     lowered = jax.jit(named).lower(*arguments)
     ours = re.findall(r'name = "(\w+)"', lowered.as_text()) if dump else []
+    report = compile_lowered(lowered)
+    return report if dump is None else replace(report, kernels=_kernels(name, ours, dump))
+
+
+def compile_lowered(lowered: jax.stages.Lowered) -> Report:
+    """Compile what was lowered with shardings on a compile-only mesh, and report."""
     compiled = lowered.compile()
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None
@@ -114,8 +122,8 @@ def compile_for(function: Callable, arguments: tuple, name: str, dump: Path | No
     return Report(
         memory.temp_size_in_bytes,
         memory.argument_size_in_bytes,
+        memory.alias_size_in_bytes,
         {kind: count for kind, count in collectives.items() if count},
-        [] if dump is None else _kernels(name, ours, dump),
     )
 
 

@@ -2,7 +2,8 @@
 
 Tensor parallelism as in Megatron-LM (arXiv 1909.08053): query and key heads, the feed-forward's inner axis and the
 vocabulary are split along the mesh axis `tensor`; everything else is whole on every device. A layer then needs two
-all-reduces: after the attention's output and after the feed-forward's.
+all-reduces: after the attention's output and after the feed-forward's. Along the mesh axis `data` the rows of a batch
+are split, and parameters are whole.
 
 Letters: B batch, T tokens, S key slots, L layers, N query heads, K key heads, H head size, E embed, F feed-forward,
 V vocabulary.
@@ -16,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from specprefill_jax.errors import argument_error
 
-TENSOR = "tensor"
-RULES: Mapping[str, str] = MappingProxyType({"N": TENSOR, "K": TENSOR, "F": TENSOR, "V": TENSOR})
+DATA, TENSOR = "data", "tensor"
+RULES: Mapping[str, str] = MappingProxyType({"B": DATA, "N": TENSOR, "K": TENSOR, "F": TENSOR, "V": TENSOR})
 """Logical axis to mesh axis; an axis that is not here is not split."""
 
 
@@ -37,6 +38,11 @@ def spec(letters: str) -> P:
 def sharding(mesh: Mesh, letters: str) -> NamedSharding:
     """The layout of such an array on a mesh."""
     return NamedSharding(mesh, spec(letters))
+
+
+def batch_letter(mesh: Mesh, batch: int) -> str:
+    """The letter of the batch axis: B, or b (whole on every device) where the mesh cannot split so many rows evenly."""
+    return "b" if batch % mesh.shape[DATA] else "B"
 
 
 def head_copies(mesh: Mesh, num_heads: int, num_kv_heads: int) -> tuple[int, int]:

@@ -43,13 +43,11 @@ def check_one_maximum(compiled: str) -> None:
     assert re.search(r"ROOT .* maximum\(", body), body
 
 
-def check_importance(backend: str, mesh: Mesh, axis: str, width: int) -> None:
+def check_importance(backend: str, mesh: Mesh, width: int) -> None:
     """Against the slow version, with NaN past the prompts; and what is not finite in one device's heads is seen."""
     keys, queries = SHAPE.draw()
-    by_head = NamedSharding(mesh, P(None, None, axis)), NamedSharding(mesh, P(None, None, None, axis))
-    program = jax.jit(
-        functools.partial(pooled_maxima, size=140, pool_width=width, backend=backend, mesh=mesh, axis=axis)
-    )
+    by_head = NamedSharding(mesh, P(None, None, "tensor")), NamedSharding(mesh, P(None, None, None, "tensor"))
+    program = jax.jit(functools.partial(pooled_maxima, size=140, pool_width=width, backend=backend, mesh=mesh))
 
     def placed(keys, queries=queries):
         return jax.device_put(keys, by_head[0]), jax.device_put(queries, by_head[1]), NUM_TOKENS
@@ -86,12 +84,12 @@ def main() -> None:
     assert jax.device_count() == 8
     logging.getLogger("specprefill_jax").addHandler(Fail(logging.WARNING))
     meshes = {
-        "eight": (mesh_of((8,), ("tensor",)), "tensor", 13),
-        "two_by_four": (mesh_of((2, 4), ("data", "model")), "model", 0),
+        "eight": (mesh_of((8,), ("tensor",)), 13),
+        "two_by_four": (mesh_of((2, 4), ("data", "tensor")), 0),
     }
     for backend in BACKENDS:
-        for name, (mesh, axis, width) in meshes.items():
-            check_importance(backend, mesh, axis, width)
+        for name, (mesh, width) in meshes.items():
+            check_importance(backend, mesh, width)
             print("importance", backend, name, flush=True)
         check_chunks(backend, meshes["eight"][0])
         print("chunk_topk", backend, flush=True)

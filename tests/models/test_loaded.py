@@ -26,9 +26,11 @@ def test_the_cache_is_updated_in_place(tokens, capacity, layerwise):
     whole = cache.k.nbytes
     if layerwise:
         x, by, cache = model._begin(model.weights.outer, ids, ids, cache, start)
-        lowered = model._block.lower(model.weights.blocks[0], x, by, cache, model._layers[0], start, start)
+        lowered = model._block.lower(
+            model.weights.blocks[0], x, by, cache, model._layers[0], start, start, run=model.runs[0]
+        )
     else:
-        lowered = model._scanned.lower(model.weights, ids, ids, cache, start, start)
+        lowered = model.scanned.lower(model.weights, ids, ids, cache, start, start)
     compiled = lowered.compile()
     shape = ",".join(map(str, cache.k.shape))
     assert not re.findall(rf"= f32\[{shape}\]\S* copy\(", compiled.as_text())
@@ -55,7 +57,8 @@ def test_scanned_equals_the_goldens():
 
 @pytest.mark.parametrize("start", [0, 1, 31, 64, 255, 256, 300])
 @pytest.mark.parametrize("tokens", [1, 2, 16, 100, 513, 700])
-def test_attention_equals_a_plain_softmax(tokens, start):
+@pytest.mark.parametrize("form", ["blocks", "fused"])
+def test_attention_equals_a_plain_softmax(tokens, start, form):
     """Every mix of earlier slots and block edges, two rows with different starts, poisoned beyond the last token."""
     rng = np.random.default_rng(tokens * 1000 + start)
     starts, capacity, heads, kv_heads, size = [start, start // 2], 2048, 6, 2, 8
@@ -64,7 +67,14 @@ def test_attention_equals_a_plain_softmax(tokens, start):
     for b, first in enumerate(starts):
         k[:, b, :, first + tokens :] = 1e4  # a key that would take all attention
     cache = attention.KVCache(jnp.asarray(k), jnp.asarray(v), jnp.zeros((2, capacity), jnp.int32))
-    actual = np.asarray(attention.attend(q, cache, jnp.int32(1), jnp.asarray(starts, jnp.int32)))
+    layer, at = jnp.int32(1), jnp.asarray(starts, jnp.int32)
+    if form == "blocks":
+        actual = np.asarray(attention.attend(q, cache, layer, at))
+    elif tokens == 1:
+        actual = np.asarray(attention.attend(q, cache, layer, at, attention.ACCELERATOR_DECODE_KEY_BLOCK))
+    else:
+        new = [np.stack([x[1, b, :, f : f + tokens].swapaxes(0, 1) for b, f in enumerate(starts)]) for x in (k, v)]
+        actual = np.asarray(attention.attend_fused(jnp.asarray(q), *map(jnp.asarray, new), cache, layer, at, "xla"))
     for b, first in enumerate(starts):
         for n in range(heads):
             keys, values = (x[1, b, n // 3, : first + tokens].astype(np.float64) for x in (k, v))

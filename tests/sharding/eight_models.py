@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from agreement import goldens, load_tiny
 from test_paper_mode import setting_of
 
-from specprefill_jax import SamplingParams, SpecPrefill
+from specprefill_jax import SamplingParams
 from specprefill_jax.sharding.mesh import check_mesh, largest_mesh, make_mesh
 from specprefill_jax.sharding.rules import check_divides, head_copies
 
@@ -53,7 +53,7 @@ def collectives(loaded, tokens: int) -> dict[str, int]:
     cache = loaded.new_cache(1, 256)
     ids = jnp.zeros((1, tokens), jnp.int32)
     zero = jnp.zeros((1,), jnp.int32)
-    compiled = loaded._scanned.lower(loaded.weights, ids, ids, cache, zero, zero).compile()
+    compiled = loaded.scanned.lower(loaded.weights, ids, ids, cache, zero, zero).compile()
     text = compiled.as_text()
     memory = compiled.memory_analysis()
     local = 2 * cache.k.size * cache.k.dtype.itemsize // loaded.mesh.size
@@ -80,8 +80,29 @@ def check_meshes() -> None:
     sampling = SamplingParams(max_tokens=len(g["tokens"]), temperature=0.0, ignore_eos=True)
     logits = two.prefill(ids, free.select(ids, config))
     assert np.linalg.norm(logits - g["logits"]) <= 1e-3 * np.linalg.norm(g["logits"])
-    apart = SpecPrefill(two.main, free.speculator.model, two.tokenizer)
-    assert apart.generate(ids, sampling, config).token_ids == g["tokens"].tolist()
+    others = make_mesh(jax.devices()[6:])
+    for mesh in (make_mesh(4), None):  # devices of its own; some of the main model's
+        apart = load_tiny(mesh=mesh, speculator_mesh=others)
+        assert (apart.main.mesh.size, apart.speculator.model.mesh) == (4 if mesh else 8, others)
+        assert apart.generate(ids, sampling, config).token_ids == g["tokens"].tolist()
+
+
+def check_rows() -> None:
+    """Two groups of four devices, each with the whole model, share the rows of a batch; a lone row is on both."""
+    mesh = make_mesh(8, data=2)
+    model, alone = load_tiny(mesh=mesh), load_tiny(mesh=make_mesh(1))
+    check_goldens(model, CASES[:1])
+    ids = np.random.default_rng(0).integers(0, 512, (4, 9), np.int32)
+    at = np.broadcast_to(np.arange(9, dtype=np.int32), (4, 9))
+    start, row = np.zeros(4, np.int32), np.array([8, 3, 0, 8], np.int32)
+    hidden = []
+    for main in (model.main, alone.main):
+        cache = main.new_cache(4, 256)
+        step = main.step(ids, at, cache, start, row)
+        hidden.append(np.asarray(step.hidden))
+    cache = model.main.new_cache(4, 256)
+    assert cache.k.addressable_shards[0].data.shape[1:3] == (2, model.main.layout.num_kv_heads // 4)
+    np.testing.assert_allclose(*hidden, rtol=1e-4, atol=1e-4)
 
 
 def main() -> None:
@@ -96,6 +117,8 @@ def main() -> None:
             # Two a layer, and one for the embedding.
             assert found == ({"all-reduce": 3} if devices > 1 else {}), (devices, tokens, found)
         print("goldens", devices, flush=True)
+    check_rows()
+    print("rows", flush=True)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ def test_parameters_are_split_as_in_megatron():
     assert layouts["q_bias"] == layouts["k_bias"] == P("tensor", None)
     assert layouts["gate_bias"] == P("tensor")
     assert layouts["attn_norm"] == layouts["norm"] == layouts["o_bias"] == layouts["down_bias"] == P(None)
-    assert spec("LBKSH") == P(None, None, "tensor", None, None)
+    assert spec("LBKSH") == P(None, "data", "tensor", None, None)
+    assert spec("LbKSH") == P(None, None, "tensor", None, None)
 
 
 def test_two_axes_for_one_mesh_axis_collide():
@@ -81,23 +82,27 @@ def test_copies_of_heads_attend_to_the_same_keys_and_count_once():
 
 
 def test_meshes():
-    assert make_mesh().shape == {"tensor": jax.device_count()}
+    assert make_mesh().shape == {"data": 1, "tensor": jax.device_count()}
     assert make_mesh(1).size == 1
     for bad in (0, -1, jax.device_count() + 1):
         with pytest.raises(ValueError, match=f"devices={bad} is not allowed: devices must be from 1 to the"):
             make_mesh(bad)
     with pytest.raises(ValueError, match="devices must be at least one device"):
         make_mesh([])
+    with pytest.raises(ValueError, match="data=2 is not allowed: data must be a divisor of the 1 devices"):
+        make_mesh(1, data=2)
 
 
 @pytest.mark.parametrize("bad", ["tensor", 2, Mesh(np.array(jax.devices()[:1]), ("x",))], ids=str)
 def test_what_is_no_mesh_for_a_model(bad):
-    with pytest.raises(ValueError, match="mesh must be None or a jax.sharding.Mesh whose only axis longer than 1 is"):
+    with pytest.raises(
+        ValueError, match="mesh must be None or a jax.sharding.Mesh with an axis 'tensor' and no other longer"
+    ):
         check_mesh(bad)
 
 
 def test_a_mesh_is_taken_with_automatic_axes():
     explicit = jax.make_mesh((1,), ("tensor",))
     assert explicit.axis_types == (AxisType.Explicit,)
-    assert check_mesh(explicit).axis_types == (AxisType.Auto,)
-    assert check_mesh(explicit).devices.tolist() == explicit.devices.tolist()
+    assert check_mesh(explicit).axis_types == (AxisType.Auto,) * 2
+    assert check_mesh(explicit).devices.tolist() == [explicit.devices.tolist()]

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from specprefill_jax.kernels.backend import Backend, choose_backend, run
 from specprefill_jax.kernels.importance import reference
+from specprefill_jax.sharding.rules import DATA, TENSOR
 
 
 def pooled_maxima(
@@ -28,7 +29,6 @@ def pooled_maxima(
     pool_width: int,
     backend: Backend | str | None = None,
     mesh: Mesh | None = None,
-    axis: str = "tensor",
 ) -> jax.Array:
     """Maximum over layers and heads of the pooled attention of each look-ahead query, arithmetic in float32.
 
@@ -40,9 +40,9 @@ def pooled_maxima(
         size: prompt slots to look at, at most S (static).
         pool_width: odd, or 0 for no pooling (static).
         backend: implementation; None: the one for the platform. What it does not support, the reference computes.
-        mesh: devices among which the heads are split, keys over K and queries over N along `axis`: each takes the
-            maximum over its own, then one max-reduce; no key moves. None: no mesh.
-        axis: the mesh axis of the heads.
+        mesh: devices among which the heads are split, keys over K and queries over N along the axis `tensor`: each
+            takes the maximum over its own, then one max-reduce; no key moves. Rows are split along `data`, where the
+            mesh has it and it divides them. None: no mesh.
 
     Returns:
         float32 [B, Q, size]; zero from M on. Where a key or query that counts is not finite, the row is not either.
@@ -59,7 +59,9 @@ def pooled_maxima(
     def local(keys: jax.Array, queries: jax.Array, num_tokens: jax.Array) -> jax.Array:
         most = compute(keys, queries, num_tokens)
         # Infinity survives every maximum; what a collective makes of a NaN is its own affair.
-        return lax.pmax(jnp.where(jnp.isnan(most), jnp.inf, most), axis)
+        return lax.pmax(jnp.where(jnp.isnan(most), jnp.inf, most), TENSOR)
 
-    heads = (P(None, None, axis), P(None, None, None, axis), P())
-    return jax.shard_map(local, mesh=mesh, in_specs=heads, out_specs=P(), check_vma=False)(keys, queries, num_tokens)
+    rows = DATA if len(num_tokens) % mesh.shape.get(DATA, len(num_tokens) + 1) == 0 else None
+    heads = (P(None, rows, TENSOR), P(None, rows, None, TENSOR), P(rows))
+    shared = jax.shard_map(local, mesh=mesh, in_specs=heads, out_specs=P(rows), check_vma=False)
+    return shared(keys, queries, num_tokens)
