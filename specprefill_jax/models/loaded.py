@@ -108,7 +108,7 @@ class LoadedLlama:
             for first, count in like_layers(config)
         )
         """The layers, in order."""
-        self._layers = [self.put(np.array(i, np.int32)) for i in range(config.num_layers)]
+        self._layers = [self.put(np.array(i, np.int32)) for i in range(config.num_layers)] if layerwise else []
         self._begin = jax.jit(self._begin_fn, donate_argnames="cache")
         self._block = jax.jit(self._block_fn, donate_argnames=("x", "cache"), static_argnames="run")
         self._take = jax.jit(_take_row)
