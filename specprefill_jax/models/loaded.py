@@ -296,6 +296,11 @@ def like_layers(config: LlamaConfig) -> list[tuple[int, int]]:
     return [(first, end - first) for first, end in pairwise([*firsts, len(kinds)])]
 
 
+def multiplies_float8(mesh: Mesh | None) -> bool:
+    """Whether products of float8 matrices are float8 products on these devices; see `float8.product`."""
+    return platform(mesh) == "gpu"
+
+
 def compiler_options(mesh: Mesh | None) -> dict[str, bool | int]:
     """XLA's options for a whole model's programs.
 
@@ -325,7 +330,7 @@ def _take_row(x: jax.Array, row: jax.Array) -> jax.Array:
 
 def _block(layout: LlamaConfig, dtype: jnp.dtype, mesh: Mesh | None, index: int) -> Callable[[nnx.Rngs], Block]:
     """How layer `index` is made."""
-    lies = Layout(float8_names(layout, index), native=platform(mesh) == "gpu", mesh=_split(mesh))
+    lies = Layout(float8_names(layout, index), native=multiplies_float8(mesh), mesh=_split(mesh))
     return lambda rngs: Block(layout, dtype, lies, rngs=rngs)
 
 
