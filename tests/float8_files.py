@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ KINDS = {
     "fbgemm": Kind("fbgemm_fp8"),
     "channel": Kind(scale_dtype=BF16),
     "tensor": Kind(per_channel=False, unconverted=("re:.*lm_head",)),
-    "static": Kind(per_channel=False, static=True, scale_dtype=BF16, unconverted=("lm_head", "re:.*layers.1.*up_proj")),
+    "static": Kind(per_channel=False, static=True, scale_dtype=BF16, unconverted=("lm_head", "re:.*up_proj$")),
     "static-channel": Kind(static=True, column=False),
 }
 
@@ -76,13 +77,14 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return json.loads((folder / "config.json").read_text()), tensors
 
 
+@lru_cache
 def quantised(source: Path, kind: Kind) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """A float8 checkpoint: the config and tensors of an ordinary one, converted."""
+    """A float8 checkpoint: the config and tensors of an ordinary one, converted. Not to be written to."""
     config, tensors = read_folder(source)
     layers = config["num_hidden_layers"]
     for i in range(layers):
         for order, module in enumerate(ATTENTION + MLP):
-            if not kind.converts(i, layers, module) or (kind is KINDS["static"] and (i, module) == (1, "mlp.up_proj")):
+            if not kind.converts(i, layers, module) or (kind is KINDS["static"] and module == "mlp.up_proj"):
                 continue
             name = f"model.layers.{i}.{module}"
             weight = tensors[f"{name}.weight"].astype(np.float32)

@@ -5,6 +5,7 @@ import math
 import re
 import string
 import time
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
-from agreement import MAIN, SPECULATOR, load_tiny, prompt_of, relative_error
+from agreement import MAIN, SPECULATOR, prompt_of, relative_error
 from checkpoint_files import write_folder
 from float8_files import ATTENTION, BF16, E4M3, KINDS, MLP, Float8Matrix, quantised, round_e4m3, write_pair
 from hypothesis import given, settings
@@ -27,6 +28,7 @@ from specprefill_jax.models.float8 import Float8
 from specprefill_jax.models.loaded import like_layers, load
 
 IDS = prompt_of(60)
+ROWS = (0, 3, 7, 12, 20, 28, 35, 43, 51, 59)
 UP1 = "model.layers.1.mlp.up_proj"
 Q0 = "model.layers.0.self_attn.q_proj"
 
@@ -49,26 +51,40 @@ def folders(tmp_path_factory):
     return make
 
 
-def run(model, ids=IDS):
-    """Logits [V] after the prompt, hidden state [E] and queries [L, N, H] of its last token."""
-    count = len(ids)
-    at = np.arange(count, dtype=np.int32)[None]
-    step = model.step(
-        np.asarray(ids, np.int32)[None],
-        at,
-        model.new_cache(1, 256),
-        np.zeros(1, np.int32),
-        np.full(1, count - 1, np.int32),
-    )
-    queries = step.queries if isinstance(step.queries, jax.Array) else jnp.stack(step.queries)
-    return model.logits(model.weights, step.hidden)[0], step.hidden[0], queries[:, 0]
+def run(model):
+    """Logits [R, V] after each of ROWS, and hidden state [E] and queries [L, N, H] of the last."""
+    ids, at, start = np.asarray([IDS], np.int32), np.arange(len(IDS), dtype=np.int32)[None], np.zeros(1, np.int32)
+    steps = [model.step(ids, at, model.new_cache(1, 256), start, np.full(1, row, np.int32)) for row in ROWS]
+    logits = jnp.concatenate([model.logits(model.weights, step.hidden) for step in steps])
+    queries = steps[-1].queries
+    queries = queries if isinstance(queries, jax.Array) else jnp.stack(queries)
+    return [np.asarray(x) for x in (logits, steps[-1].hidden[0], queries[:, 0])]
 
 
-def load_native(monkeypatch, folder, dtype="float32", **options):
-    """A model whose float8 matrices are multiplied in float8, as on GPUs."""
-    with monkeypatch.context() as patch:
-        patch.setattr(loaded, "multiplies_float8", lambda mesh: True)
-        return load(open_checkpoint(folder), dtype, **options)
+def typical_error(actual, expected):
+    """The median of the rows' relative errors.
+
+    Between two ways to compute the same float8 products, which now and then put a value at the edge of two float8 ones
+    on different sides: from that token on they differ by as much as the format loses.
+    """
+    return np.median([relative_error(*rows) for rows in zip(actual, expected, strict=True)])
+
+
+@pytest.fixture(scope="module")
+def results(folders):
+    """A function from a kind's name and a form, "plain", "float8" or "native", to what `run` gives, computed once.
+
+    "native": float8 matrices are multiplied in float8, as on GPUs.
+    """
+
+    @cache
+    def of(name, form, dtype="float32", layerwise=True, num_layers=None):
+        folder = folders(name)[form == "plain"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loaded, "multiplies_float8", lambda mesh: form == "native")
+            return run(load(open_checkpoint(folder), dtype, layerwise=layerwise, num_layers=num_layers))
+
+    return of
 
 
 # One product
@@ -90,7 +106,7 @@ def operands(seed=0, rows=7, inner=96, out=40):
     return x, weight, rng.uniform(0.001, 0.1, out).astype(np.float32)
 
 
-@pytest.mark.parametrize("static", [None, 0.02])
+@pytest.mark.parametrize("static", [None, 0.0213])
 @pytest.mark.parametrize("bound", [None, 1.5, 1200.0])
 @pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16])
 def test_product_is_what_the_format_says(dtype, bound, static):
@@ -131,7 +147,7 @@ def test_a_token_far_below_one_is_no_nan():
 
 def test_a_token_that_is_not_finite_spoils_itself_alone():
     x, weight, scale = operands()
-    whole = float8.product(x, weight, scale, None, None, native=True)
+    whole = np.asarray(float8.product(x, weight, scale, None, None, native=True))
     x[2, 5], x[4, 0] = np.nan, np.inf
     y = np.asarray(float8.product(x, weight, scale, None, None, native=True))
     assert np.isnan(y[[2, 4]]).all()
@@ -142,11 +158,9 @@ def test_a_token_that_is_not_finite_spoils_itself_alone():
 # Whole models
 
 
-def test_dequantised_compute_equals_the_dequantised_model(folders, kind):
-    stored, plain = (load(open_checkpoint(folder), "float32") for folder in folders(kind))
-    for actual, expected in zip(run(stored), run(plain), strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
-        assert relative_error(actual, expected) < 2e-6
+def test_dequantised_compute_equals_the_dequantised_model(results, kind):
+    for actual, expected in zip(results(kind, "float8"), results(kind, "plain"), strict=True):
+        assert relative_error(actual, expected) < 1e-5
 
 
 class Float8Oracle(oracle.Llama):
@@ -162,48 +176,36 @@ class Float8Oracle(oracle.Llama):
                 self.weights[weight] = Float8Matrix(array, scale, of_input, bound)
 
 
-def test_native_products_within_the_format(folders, kind, monkeypatch, record_property):
-    """Native float8 products beside dequantised compute, relative error of the logits after 60 tokens.
+def test_native_products_within_the_format(folders, results, kind, record_property):
+    """Native float8 products beside dequantised compute: relative errors of logits, over ten of 60 tokens.
 
-    Measured: fbgemm 0.0NN, channel 0.0NN, tensor 0.0NN, static 0.0NN, static-channel 0.0NN; each product alone loses
-    about 0.026 where activations are rounded to three bits.
+    Measured: MEASURED.
     """
-    stored, plain = folders(kind)
-    expected = run(load(open_checkpoint(plain), "float32"))
-    actual = run(load_native(monkeypatch, stored))
-    errors = [relative_error(*pair) for pair in zip(actual, expected, strict=True)]
-    for what, error in zip(("logits", "hidden", "queries"), errors, strict=True):
-        record_property(f"{what} relative error, native, {kind}", error)
-    print(kind, errors)
-    assert 1e-3 < errors[0] < 2**-4
-    assert 1e-3 < errors[1] < 2**-4
-    assert errors[2] < 2**-4
-    # All of it is the format's: an emulation in float64 loses the same.
-    emulated = Float8Oracle(kind, stored, plain)(IDS, range(len(IDS))).logits[-1]
-    print(relative_error(actual[0], emulated))
-    assert relative_error(actual[0], emulated) < errors[0] / 3
+    expected, actual = results(kind, "plain"), results(kind, "native")
+    for what, pair in zip(("logits", "hidden", "queries"), zip(actual, expected, strict=True), strict=True):
+        record_property(f"{what}: relative error, native, {kind}", relative_error(*pair))
+    error = relative_error(actual[0], expected[0])
+    # This model makes much of a small error: bfloat16, which keeps 7 bits where float8 keeps 3, is 0.02 off.
+    half = relative_error(results("channel", "float8", "bfloat16")[0], results("channel", "plain")[0])
+    print(kind, [relative_error(*p) for p in zip(actual, expected)], half)
+    assert 0.01 < error < 16 * half
+    # And all of it is the format's: float8 products worked out in float64 give the same.
+    emulated = Float8Oracle(kind, *folders(kind))(IDS, range(len(IDS))).logits[list(ROWS)]
+    print(typical_error(actual[0], emulated), [relative_error(*r) for r in zip(actual[0], emulated)])
+    assert typical_error(actual[0], emulated) < 1e-4
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_scanned_equals_layerwise(folders, kind, native, monkeypatch):
+@pytest.mark.parametrize("form", ["float8", "native"])
+def test_scanned_equals_layerwise(folders, results, form):
     """Fbgemm's layers are three runs of like ones: first, middle, last."""
-    checkpoint = open_checkpoint(folders(kind)[0])
-    runs = {"fbgemm": [(0, 1), (1, 2), (3, 1)], "static": [(0, 1), (1, 1), (2, 2)]}.get(kind, [(0, 4)])
-    assert like_layers(checkpoint.config) == runs
-    if native:
-        monkeypatch.setattr(loaded, "multiplies_float8", lambda mesh: True)
-    models = [load(checkpoint, "float32", layerwise=layerwise) for layerwise in (False, True)]
-    assert [len(model.weights.blocks) for model in models] == [len(runs), 4]
-    for model in models:
-        assert [(r.first, r.count) for r in model.runs] == runs
-    for scanned, layerwise in zip(*map(run, models), strict=True):
-        assert scanned.shape == layerwise.shape
-        # Native: a value at the edge of two float8 ones may round either way.
-        assert relative_error(scanned, layerwise) < (1e-2 if native else 1e-5)
+    assert like_layers(open_checkpoint(folders("fbgemm")[0]).config) == [(0, 1), (1, 2), (3, 1)]
+    scanned, layerwise = (results("fbgemm", form, layerwise=layerwise) for layerwise in (False, True))
+    assert [x.shape for x in scanned] == [x.shape for x in layerwise] == [(10, 512), (128,), (4, 8, 16)]
+    assert typical_error(scanned[0], layerwise[0]) < 1e-5
+    assert form == "native" or relative_error(scanned[2], layerwise[2]) < 1e-5
 
 
-@pytest.mark.parametrize("layerwise", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("dtype", "layerwise"), [("float32", True), ("bfloat16", False), ("float16", True)])
 def test_matrices_stay_float8_in_memory(folders, kind, dtype, layerwise):
     stored, _ = folders(kind)
     _, tensors = quantised(MAIN, KINDS[kind])
@@ -225,72 +227,72 @@ def test_matrices_stay_float8_in_memory(folders, kind, dtype, layerwise):
     assert {str(leaf.dtype) for leaf in leaves} == {"float8_e4m3fn", "float32", dtype}
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 0.02), ("float16", 0.003)])
-@pytest.mark.parametrize("native", [False, True])
-def test_half_precision(folders, dtype, bound, native, monkeypatch):
-    """Near the dequantised model in float32, as near as its dtype lets it be."""
-    stored, plain = folders("channel")
-    expected = run(load(open_checkpoint(plain), "float32"))[0]
-    model = load_native(monkeypatch, stored, dtype) if native else load(open_checkpoint(stored), dtype)
-    error = relative_error(run(model)[0], expected)
-    print(dtype, native, error)
-    assert error < (2**-4 if native else bound)
+@pytest.mark.parametrize("form", ["float8", "native"])
+@pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 0.05), ("float16", 0.006)])
+def test_half_precision(results, dtype, bound, form):
+    """Near the dequantised model in float32: as near as its dtype lets it be, or as float8 products do in float32."""
+    expected = results("channel", "plain")[0]
+    error = relative_error(results("channel", form, dtype)[0], expected)
+    print(dtype, form, error)
+    assert error < (bound if form == "float8" else 1.5 * relative_error(results("channel", "native")[0], expected))
 
 
-def test_first_layers_alone(folders):
-    """A speculator may be cut off where its layers are unlike."""
-    stored, plain = folders("fbgemm")
-    models = [load(open_checkpoint(folder), "float32", num_layers=2) for folder in (stored, plain)]
-    assert [(r.first, r.count) for r in models[0].runs] == [(0, 1), (1, 1)]
-    for actual, expected in zip(*map(run, models), strict=True):
-        assert relative_error(actual, expected) < 2e-6
+def test_first_layers_alone(results):
+    """A speculator may be cut off between unlike layers."""
+    for actual, expected in zip(*(results("fbgemm", form, num_layers=2) for form in ("float8", "plain")), strict=True):
+        assert relative_error(actual, expected) < 1e-5
+    assert len(results("fbgemm", "float8", num_layers=2)[2]) == 2
 
 
-@pytest.mark.parametrize("layerwise", [False, True])
-def test_paper_mode_end_to_end(folders, layerwise):
-    """A float8 main model and an ordinary speculator: same selection and answer as the dequantised pair."""
-    stored, plain = (load(open_checkpoint(f), "float32", layerwise=layerwise) for f in folders("fbgemm"))
-    draft = load(open_checkpoint(SPECULATOR), "float32", layerwise=layerwise)
-    config, sampling = SpecPrefillConfig.paper(0.3), SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-    ids = prompt_of(200)
-    pairs = [SpecPrefill(main, draft, None) for main in (stored, plain)]
-    outputs = [pair.generate(ids, sampling, config) for pair in pairs]
-    assert 0 < len(outputs[0].selection.kept_indices) < 200
+def test_paper_mode_end_to_end(folders):
+    """Same selection and answer as the dequantised pair: float8 main model and speculator.
+
+    And `one_layer` runs one layer of each run of like ones, yet gives as many queries as there are layers, and compiles
+    all that is needed.
+    """
+    stored, plain = (load(open_checkpoint(folder), "float32", layerwise=True) for folder in folders("fbgemm"))
+    config, sampling = SpecPrefillConfig.paper(0.3, 2), SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    ids = prompt_of(100)
+    outputs, pairs = [], [SpecPrefill(model, model, None) for model in (stored, plain)]
+    for pair in pairs:
+        pair.warm_up(len(ids), config, sampling)
+        compiled = pair.main._block._cache_size()
+        outputs.append(pair.generate(ids, sampling, config))
+        assert pair.main._block._cache_size() == compiled
+    assert len(outputs[0].selection.kept_indices) == 64
     np.testing.assert_array_equal(*(output.selection.kept_indices for output in outputs))
+    np.testing.assert_allclose(*(output.selection.importance for output in outputs), rtol=1e-4)
+    assert len(outputs[0].token_ids) == 3
     assert outputs[0].token_ids == outputs[1].token_ids
     logits = [pair.prefill(ids, outputs[0].selection) for pair in pairs]
-    assert relative_error(*logits) < 2e-6
+    assert relative_error(*logits) < 1e-5
+
+    at, row = np.arange(16, dtype=np.int32)[None], np.full(1, 15, np.int32)
+
+    def step():
+        return stored.step(at, at, stored.new_cache(1, 256), np.zeros(1, np.int32), row)
+
+    before = step()
+    with stored.one_layer():
+        quick = step()
+    assert len(quick.queries) == len(before.queries) == 4
+    np.testing.assert_array_equal(quick.queries[1], quick.queries[2])  # one layer for the two of the middle run
+    assert not np.array_equal(before.queries[1], before.queries[2])
+    np.testing.assert_array_equal(step().hidden, before.hidden)
 
 
-def test_float8_speculator(folders):
-    """The scoring takes its queries and cache as any other's."""
-    stored, plain = folders("fbgemm")
-    config = SpecPrefillConfig.paper(0.3)
-    found = [
-        load_tiny(main=str(plain), speculator=str(folder)).select(prompt_of(200), config) for folder in (stored, plain)
-    ]
-    np.testing.assert_array_equal(*(selection.kept_indices for selection in found))
-    np.testing.assert_allclose(*(selection.importance for selection in found), rtol=1e-4)
-
-
-def test_warm_up_of_several_runs(folders):
-    """`one_layer` runs one layer of each run, gives as many queries as there are layers, and compiles all of them."""
-    model = load(open_checkpoint(folders("fbgemm")[0]), "float32", layerwise=True)
-    before = run(model)
-    with model.one_layer():
-        quick = run(model)
-    assert quick[2].shape == before[2].shape == (4, 8, 16)
-    np.testing.assert_array_equal(quick[2][1], quick[2][2])  # one layer for the two of the middle run
-    assert not np.allclose(quick[1], before[1])
-    for first, again in zip(before, run(model), strict=True):
-        np.testing.assert_array_equal(first, again)
-
-    pair = SpecPrefill(model, load(open_checkpoint(SPECULATOR), "float32", layerwise=True), None)
-    config, sampling = SpecPrefillConfig.paper(0.3), SamplingParams(max_tokens=3, temperature=0.0)
-    pair.warm_up(200, config, sampling)
-    compiled = model._block._cache_size()
-    pair.generate(prompt_of(200), sampling, config)
-    assert model._block._cache_size() == compiled
+def test_float8_main_model_and_an_ordinary_speculator(folders):
+    """With the main model scanned."""
+    sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    config, ids = SpecPrefillConfig.paper(0.3, 1), prompt_of(100)
+    draft = load(open_checkpoint(SPECULATOR), "float32", layerwise=True)
+    outputs = []
+    for folder in folders("channel"):
+        pair = SpecPrefill(load(open_checkpoint(folder), "float32", layerwise=False), draft, None)
+        outputs.append(pair.generate(ids, sampling, config))
+    np.testing.assert_array_equal(*(output.selection.kept_indices for output in outputs))
+    assert len(outputs[0].token_ids) == 2
+    assert outputs[0].token_ids == outputs[1].token_ids
 
 
 # What a config may say

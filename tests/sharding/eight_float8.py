@@ -1,0 +1,71 @@
+"""Run by test_tensor_parallel.py with eight CPU devices: float8 models on meshes of 2, 4 and 8 of them."""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from agreement import MAIN, SPECULATOR, prompt_of, relative_error
+from checkpoint_files import write_folder
+from eight_models import collectives
+from float8_files import KINDS, quantised
+
+from specprefill_jax.models import loaded
+from specprefill_jax.models.checkpoint import open_checkpoint
+from specprefill_jax.models.loaded import load
+from specprefill_jax.sharding.mesh import make_mesh
+
+IDS = np.asarray([prompt_of(24), prompt_of(24, seed=1)], np.int32)
+# The tiny main model has 8 query heads and 2 key heads, the speculator 4 and 1: it takes copies of query heads, too.
+CASES = (
+    ("static", MAIN, (2, 8)),
+    ("fbgemm", MAIN, (4,)),
+    ("channel", SPECULATOR, (8,)),
+)
+
+
+def logits(model) -> np.ndarray:
+    """Logits [B, V] after the prompts."""
+    rows, count = IDS.shape
+    at = np.broadcast_to(np.arange(count, dtype=np.int32), IDS.shape)
+    last = np.full(rows, count - 1, np.int32)
+    step = model.step(IDS, at, model.new_cache(rows, 256), np.zeros(rows, np.int32), last)
+    return np.asarray(model.logits(model.weights, step.hidden))
+
+
+def check_layout(model, devices: int) -> None:
+    """Each device holds its slice of every float8 matrix, and the scales of its own output channels only."""
+    names = [name for run in model.runs for name in ["q", "k", "v", "o", "gate", "up", "down"]]
+    assert names
+    eights = [leaf for leaf in jax.tree.leaves(model.weights) if leaf.dtype == "float8_e4m3fn"]
+    assert eights
+    for leaf in eights:
+        assert leaf.addressable_shards[0].data.size * devices == leaf.size
+
+
+def main() -> None:
+    assert jax.device_count() == 8
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        for kind, source, meshes in CASES:
+            checkpoint = open_checkpoint(write_folder(Path(folder) / kind, *quantised(source, KINDS[kind])))
+            alone = {}
+            for native in (False, True):
+                patch.setattr(loaded, "multiplies_float8", lambda mesh, native=native: native)
+                alone[native] = logits(load(checkpoint, "float32", layerwise=True))
+                for devices in meshes:
+                    model = load(checkpoint, "float32", mesh=make_mesh(devices))
+                    check_layout(model, devices)
+                    error = relative_error(logits(model), alone[native])
+                    print(kind, devices, native, error, relative_error(alone[native], alone[False]), file=sys.stderr)
+                    found = collectives(model, 32)
+                    print(found, file=sys.stderr)
+            print(kind, flush=True)
+
+
+if __name__ == "__main__":
+    main()
