@@ -27,8 +27,8 @@ from specprefill_jax.models.config import LlamaConfig
 from specprefill_jax.models.float8 import Float8
 from specprefill_jax.models.loaded import like_layers, load
 
-IDS = prompt_of(60)
-ROWS = (0, 3, 7, 12, 20, 28, 35, 43, 51, 59)
+IDS = prompt_of(16)
+ROWS = (0, 1, 3, 5, 7, 9, 11, 13, 15)
 UP1 = "model.layers.1.mlp.up_proj"
 Q0 = "model.layers.0.self_attn.q_proj"
 
@@ -177,21 +177,19 @@ class Float8Oracle(oracle.Llama):
 
 
 def test_native_products_within_the_format(folders, results, kind, record_property):
-    """Native float8 products beside dequantised compute: relative errors of logits, over ten of 60 tokens.
+    """Native float8 products beside dequantised compute: relative errors of logits, over 16 tokens.
 
-    Measured: MEASURED.
+    Measured: fbgemm 0.046, channel 0.167, tensor 0.165, static 0.169, static-channel 0.195; bfloat16 alone 0.020.
     """
     expected, actual = results(kind, "plain"), results(kind, "native")
     for what, pair in zip(("logits", "hidden", "queries"), zip(actual, expected, strict=True), strict=True):
         record_property(f"{what}: relative error, native, {kind}", relative_error(*pair))
     error = relative_error(actual[0], expected[0])
-    # This model makes much of a small error: bfloat16, which keeps 7 bits where float8 keeps 3, is 0.02 off.
+    # This model makes much of a small error: bfloat16, which keeps 7 bits where float8 keeps 3, is 0.02 off, by itself.
     half = relative_error(results("channel", "float8", "bfloat16")[0], results("channel", "plain")[0])
-    print(kind, [relative_error(*p) for p in zip(actual, expected)], half)
     assert 0.01 < error < 16 * half
     # And all of it is the format's: float8 products worked out in float64 give the same.
     emulated = Float8Oracle(kind, *folders(kind))(IDS, range(len(IDS))).logits[list(ROWS)]
-    print(typical_error(actual[0], emulated), [relative_error(*r) for r in zip(actual[0], emulated)])
     assert typical_error(actual[0], emulated) < 1e-4
 
 
@@ -200,7 +198,7 @@ def test_scanned_equals_layerwise(folders, results, form):
     """Fbgemm's layers are three runs of like ones: first, middle, last."""
     assert like_layers(open_checkpoint(folders("fbgemm")[0]).config) == [(0, 1), (1, 2), (3, 1)]
     scanned, layerwise = (results("fbgemm", form, layerwise=layerwise) for layerwise in (False, True))
-    assert [x.shape for x in scanned] == [x.shape for x in layerwise] == [(10, 512), (128,), (4, 8, 16)]
+    assert [x.shape for x in scanned] == [x.shape for x in layerwise] == [(9, 512), (128,), (4, 8, 16)]
     assert typical_error(scanned[0], layerwise[0]) < 1e-5
     assert form == "native" or relative_error(scanned[2], layerwise[2]) < 1e-5
 
@@ -227,25 +225,24 @@ def test_matrices_stay_float8_in_memory(folders, kind, dtype, layerwise):
     assert {str(leaf.dtype) for leaf in leaves} == {"float8_e4m3fn", "float32", dtype}
 
 
-@pytest.mark.parametrize("form", ["float8", "native"])
-@pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 0.05), ("float16", 0.006)])
-def test_half_precision(results, dtype, bound, form):
-    """Near the dequantised model in float32: as near as its dtype lets it be, or as float8 products do in float32."""
-    expected = results("channel", "plain")[0]
-    error = relative_error(results("channel", form, dtype)[0], expected)
-    print(dtype, form, error)
-    assert error < (bound if form == "float8" else 1.5 * relative_error(results("channel", "native")[0], expected))
+@pytest.mark.parametrize(
+    ("dtype", "form", "bound"),
+    [("bfloat16", "float8", 0.05), ("float16", "float8", 0.006), ("bfloat16", "native", 0.4)],
+)
+def test_half_precision(results, dtype, form, bound):
+    """Near the dequantised model in float32. Measured: 0.020, 0.0027, 0.161 (native in float32: 0.167)."""
+    assert relative_error(results("channel", form, dtype)[0], results("channel", "plain")[0]) < bound
 
 
-def test_first_layers_alone(results):
+def test_first_layers_alone(folders):
     """A speculator may be cut off between unlike layers."""
-    for actual, expected in zip(*(results("fbgemm", form, num_layers=2) for form in ("float8", "plain")), strict=True):
-        assert relative_error(actual, expected) < 1e-5
-    assert len(results("fbgemm", "float8", num_layers=2)[2]) == 2
+    model = load(open_checkpoint(folders("fbgemm")[0]), "float32", num_layers=2, layerwise=False)
+    assert [(r.first, r.count) for r in model.runs] == [(0, 1), (1, 1)]
+    assert [sum(x.dtype == E4M3 for x in block) for block in model.weights.blocks] == [0, 3]
 
 
 def test_paper_mode_end_to_end(folders):
-    """Same selection and answer as the dequantised pair: float8 main model and speculator.
+    """A float8 main model and an ordinary speculator answer as the dequantised pair does.
 
     And `one_layer` runs one layer of each run of like ones, yet gives as many queries as there are layers, and compiles
     all that is needed.
@@ -253,7 +250,8 @@ def test_paper_mode_end_to_end(folders):
     stored, plain = (load(open_checkpoint(folder), "float32", layerwise=True) for folder in folders("fbgemm"))
     config, sampling = SpecPrefillConfig.paper(0.3, 2), SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
     ids = prompt_of(100)
-    outputs, pairs = [], [SpecPrefill(model, model, None) for model in (stored, plain)]
+    draft = load(open_checkpoint(SPECULATOR), "float32", layerwise=True)
+    outputs, pairs = [], [SpecPrefill(main, draft, None) for main in (stored, plain)]
     for pair in pairs:
         pair.warm_up(len(ids), config, sampling)
         compiled = pair.main._block._cache_size()
@@ -261,7 +259,6 @@ def test_paper_mode_end_to_end(folders):
         assert pair.main._block._cache_size() == compiled
     assert len(outputs[0].selection.kept_indices) == 64
     np.testing.assert_array_equal(*(output.selection.kept_indices for output in outputs))
-    np.testing.assert_allclose(*(output.selection.importance for output in outputs), rtol=1e-4)
     assert len(outputs[0].token_ids) == 3
     assert outputs[0].token_ids == outputs[1].token_ids
     logits = [pair.prefill(ids, outputs[0].selection) for pair in pairs]
@@ -279,20 +276,6 @@ def test_paper_mode_end_to_end(folders):
     np.testing.assert_array_equal(quick.queries[1], quick.queries[2])  # one layer for the two of the middle run
     assert not np.array_equal(before.queries[1], before.queries[2])
     np.testing.assert_array_equal(step().hidden, before.hidden)
-
-
-def test_float8_main_model_and_an_ordinary_speculator(folders):
-    """With the main model scanned."""
-    sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-    config, ids = SpecPrefillConfig.paper(0.3, 1), prompt_of(100)
-    draft = load(open_checkpoint(SPECULATOR), "float32", layerwise=True)
-    outputs = []
-    for folder in folders("channel"):
-        pair = SpecPrefill(load(open_checkpoint(folder), "float32", layerwise=False), draft, None)
-        outputs.append(pair.generate(ids, sampling, config))
-    np.testing.assert_array_equal(*(output.selection.kept_indices for output in outputs))
-    assert len(outputs[0].token_ids) == 2
-    assert outputs[0].token_ids == outputs[1].token_ids
 
 
 # What a config may say
