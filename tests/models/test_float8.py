@@ -193,14 +193,13 @@ def test_native_products_within_the_format(folders, results, kind, record_proper
     assert typical_error(actual[0], emulated) < 1e-4
 
 
-@pytest.mark.parametrize("form", ["float8", "native"])
-def test_scanned_equals_layerwise(folders, results, form):
+def test_scanned_equals_layerwise(folders, results):
     """Fbgemm's layers are three runs of like ones: first, middle, last."""
     assert like_layers(open_checkpoint(folders("fbgemm")[0]).config) == [(0, 1), (1, 2), (3, 1)]
-    scanned, layerwise = (results("fbgemm", form, layerwise=layerwise) for layerwise in (False, True))
+    scanned, layerwise = (results("fbgemm", "native", layerwise=layerwise) for layerwise in (False, True))
     assert [x.shape for x in scanned] == [x.shape for x in layerwise] == [(9, 512), (128,), (4, 8, 16)]
     assert typical_error(scanned[0], layerwise[0]) < 1e-5
-    assert form == "native" or relative_error(scanned[2], layerwise[2]) < 1e-5
+    assert relative_error(scanned[2], layerwise[2]) < 0.05
 
 
 @pytest.mark.parametrize(("dtype", "layerwise"), [("float32", True), ("bfloat16", False), ("float16", True)])

@@ -23,9 +23,9 @@ from specprefill_jax.sharding.mesh import make_mesh
 IDS = np.asarray([prompt_of(24)], np.int32)
 # The tiny main model has 8 query heads and 2 key heads, the speculator 4 and 1: it takes copies of query heads, too.
 CASES = (
-    ("static", MAIN, ((2, True), (8, False), (8, True))),
-    ("fbgemm", MAIN, ((4, False), (4, True))),
-    ("channel", SPECULATOR, ((8, False), (8, True))),
+    ("static", MAIN, ((8, False), (8, True))),
+    ("fbgemm", MAIN, ((2, True),)),
+    ("channel", SPECULATOR, ((4, False), (8, False))),
 )
 
 
@@ -49,11 +49,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         for kind, source, meshes in CASES:
             checkpoint = open_checkpoint(write_folder(Path(folder) / kind, *quantised(source, KINDS[kind])))
-            alone = {}
-            for native in (False, True):
+            alone, lost = {}, 0.0
+            for native in sorted({False, *(native for _, native in meshes)}):
                 patch.setattr(loaded, "multiplies_float8", lambda mesh, native=native: native)
                 alone[native] = logits(load(checkpoint, "float32", layerwise=True))
-            lost = relative_error(alone[True], alone[False])
+            if True in alone:
+                lost = relative_error(alone[True], alone[False])
             for devices, native in meshes:
                 patch.setattr(loaded, "multiplies_float8", lambda mesh, native=native: native)
                 model = load(checkpoint, "float32", mesh=make_mesh(devices))
