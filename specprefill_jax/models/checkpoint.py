@@ -86,8 +86,16 @@ class FolderCheckpoint(Checkpoint):
                 raise CheckpointError(f"{info.where}: dtype {info.dtype} is not allowed: must be {', '.join(FLOATS)}")
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor of an HF name as a read-only view of its file."""
-        return read_tensor(self._tensors[name])
+        """The tensor of an HF name as a read-only view of its file.
+
+        Raises:
+            CheckpointError: it is a scale with an entry that is not a finite number above 0.
+        """
+        array = read_tensor(self._tensors[name])
+        if name.endswith("_scale") and not (np.isfinite(array) & (array > 0)).all():
+            where = self._tensors[name].where
+            raise CheckpointError(f"{where}: has an entry that is not allowed: scales must be finite and above 0")
+        return array
 
     def tokenizer(self) -> "Tokenizer | None":
         """The folder's tokenizer, or None where it has no tokenizer.json."""

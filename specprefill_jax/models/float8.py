@@ -12,6 +12,7 @@ Two published kinds, both float8_e4m3fn [out, in] with float32 scales:
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -22,7 +23,9 @@ LARGEST = 448.0
 """Of float8_e4m3fn."""
 
 _PATTERN = re.compile(r"(?:[\w-]|\.[*+]?|\\\.|\\d\+?|\^|\$)+")
-_MOST_REPEATS = 3  # of a pattern, so that matching cannot take long, whoever wrote it
+# So that matching cannot take long, whoever wrote the config.
+_MOST_REPEATS, _MOST_PATTERNS = 3, 50
+_SMALLEST = 1e-12  # magnitude that a scale allows for, as in FBGEMM: a scale must not be zero
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,17 @@ class Float8:
 
     def converts(self, module: str) -> bool:
         """Whether the matrix of a module, e.g. "model.layers.0.mlp.up_proj", is float8."""
-        return not any(_names(entry, module) for entry in self.unconverted)
+        names, patterns = self._unconverted
+        parts = module.split(".")
+        tops = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+        ends = (".".join(parts[start:]) for start in range(len(parts)))
+        return names.isdisjoint((*tops, *ends)) and not any(pattern.match(module) for pattern in patterns)
+
+    @cached_property
+    def _unconverted(self) -> tuple[frozenset[str], tuple[re.Pattern[str], ...]]:
+        """Names and patterns of what is not float8: a list of a thousand is asked about each matrix of each layer."""
+        names = frozenset(entry for entry in self.unconverted if not entry.startswith("re:"))
+        return names, tuple(re.compile(entry[3:]) for entry in self.unconverted if entry.startswith("re:"))
 
     @classmethod
     def from_json(cls, data: Any) -> "Float8":
@@ -88,6 +101,13 @@ def _read_compressed(data: Mapping[str, Any]) -> Float8:
     group = next(iter(groups.values())) if isinstance(groups, dict) and len(groups) == 1 else None
     if data.get("format") != "float-quantized" or not isinstance(group, dict):
         raise ValueError("of format float-quantized, with one entry in config_groups")
+    if group.get("format") not in (None, "float-quantized"):
+        raise ValueError("with no other format in config_groups than float-quantized")
+    sparsity = data.get("sparsity_config") or {}
+    if data.get("transform_config") or not isinstance(sparsity, dict) or sparsity.get("format") not in (None, "dense"):
+        raise ValueError("without a transform_config or a sparsity_config that is not dense")
+    if group.get("output_activations"):
+        raise ValueError("without output_activations")
     if group.get("targets") != ["Linear"]:
         raise ValueError('with targets ["Linear"]')
     weights, activations = group.get("weights") or {}, group.get("input_activations") or {}
@@ -109,21 +129,17 @@ def _read_compressed(data: Mapping[str, Any]) -> Float8:
 
 
 def _name_list(data: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    names = data.get(key) or []
+    names = [] if data.get(key) is None else data[key]
     if not isinstance(names, list) or not all(isinstance(name, str) and len(name) <= 200 for name in names):
         raise ValueError(f"with {key} a list of module names")
+    if sum(name.startswith("re:") for name in names) > _MOST_PATTERNS:
+        raise ValueError(f"with at most {_MOST_PATTERNS} patterns in {key}")
     for name in names:
         repeats = name.count("*") + name.count("+")
         if name.startswith("re:") and not (_PATTERN.fullmatch(name[3:]) and repeats <= _MOST_REPEATS):
             allowed = r"letters, digits, '.', '\.' and at most three of '.*' and '\d+'"
             raise ValueError(f"with patterns in {key} made of {allowed}, not {name!r}")
     return tuple(names)
-
-
-def _names(entry: str, module: str) -> bool:
-    if entry.startswith("re:"):
-        return re.match(entry[3:], module) is not None
-    return module == entry or module.startswith(entry + ".") or module.endswith("." + entry)
 
 
 def quantise(x: jax.Array, scale: jax.Array | None, upper_bound: float | None) -> tuple[jax.Array, jax.Array]:
@@ -138,7 +154,7 @@ def quantise(x: jax.Array, scale: jax.Array | None, upper_bound: float | None) -
     if scale is None:
         top = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
         top = top if upper_bound is None else jnp.minimum(top, upper_bound)
-        scale = jnp.where(top > 0, top, 1.0) / LARGEST
+        scale = jnp.maximum(top, _SMALLEST) / LARGEST
     return jnp.clip(x / scale, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn), scale
 
 

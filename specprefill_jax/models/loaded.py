@@ -126,7 +126,7 @@ class LoadedLlama:
     @property
     def native_float8_layers(self) -> int:
         """Layers whose feed-forward products are float8 ones."""
-        if compute_capability(self.mesh) < NATIVE_FLOAT8:
+        if not multiplies_float8(self.mesh):
             return 0
         return sum(run.count for run in self.runs if {"gate", "up", "down"} <= float8_names(self.config, run.first))
 
@@ -403,6 +403,11 @@ def like_layers(config: LlamaConfig) -> list[tuple[int, int]]:
     return [(first, end - first) for first, end in pairwise([*firsts, len(kinds)])]
 
 
+def multiplies_float8(mesh: Mesh | None) -> bool:
+    """Whether products of float8 matrices are float8 products on these devices; see `float8.product`."""
+    return compute_capability(mesh) >= NATIVE_FLOAT8
+
+
 def compiler_options(mesh: Mesh | None) -> dict[str, bool | int]:
     """XLA's options for a whole model's programs.
 
@@ -440,7 +445,7 @@ def _layout(mesh: Mesh | None, float8: frozenset[str] = frozenset()) -> Layout:
     """How one of the modules lies on its devices."""
     return Layout(
         float8,
-        native=compute_capability(mesh) >= NATIVE_FLOAT8,
+        native=multiplies_float8(mesh),
         mesh=mesh if mesh is not None and mesh.shape[TENSOR] > 1 else None,
         least_rows=8 if platform(mesh) == "gpu" else 1,
     )

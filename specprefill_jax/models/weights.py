@@ -60,7 +60,8 @@ OUTER_ROWS = (
 # Buffers that checkpoints carry and that the config says better, or that belong to a float8 cache, which ours is not.
 HARMLESS = re.compile(
     r"(model\.layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq"
-    r"|model\.layers\.\d+\.self_attn\.[kv]_scale|model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj\.input_scale_ub"
+    r"|model\.layers\.\d+\.self_attn\.([kv]_scale|[kv]_proj\.output_scale)"
+    r"|model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj\.input_scale_ub"
 )
 
 
@@ -177,8 +178,18 @@ def check_tensors(config: LlamaConfig, tensors: Mapping[str, TensorInfo], source
         CheckpointError: a tensor is missing, unknown, of another shape, or float8 where the config does not say so or
             the other way round; names file and tensor.
     """
-    # Names first, in file order of the layers, so that a wrong num_layers is told as missing or unknown tensors.
     rows = _all_rows(config)
+    # Float8 first: else what is told is a scale that is missing or unknown.
+    for row in OUTER_ROWS:
+        if row.hf in tensors and tensors[row.hf].dtype == FLOAT8:
+            where = tensors[row.hf].where
+            raise CheckpointError(f"{where}: dtype {FLOAT8} is not allowed: only matrices of layers may be float8")
+    for name, row in rows.items():
+        said = row.stored == "float8"
+        if name in tensors and (tensors[name].dtype == FLOAT8) != said:
+            what = f"dtype {tensors[name].dtype}, but by quantization_config it {'is' if said else 'is not'} {FLOAT8}"
+            raise CheckpointError(f"{tensors[name].where}: {what}")
+    # Then names, in file order of the layers, so that a wrong num_layers is told as missing or unknown tensors.
     missing = [name for name in rows if name not in tensors]
     if missing:
         raise CheckpointError(
@@ -197,12 +208,10 @@ def check_tensors(config: LlamaConfig, tensors: Mapping[str, TensorInfo], source
             many = config.float8 is not None and config.float8.per_channel and shape != ()
             allowed = [shape, (*shape, 1)] if many else [(), (1,), (1, 1)]
             if info.shape not in allowed:
-                raise CheckpointError(f"{info.where}: shape {list(info.shape)}, the config says {list(allowed[-1])}")
+                says = " or ".join(str(list(shape)) for shape in allowed)
+                raise CheckpointError(f"{info.where}: shape {list(info.shape)}, the config says {says}")
         elif info.shape != shape:
             raise CheckpointError(f"{info.where}: shape {list(info.shape)}, the config says {list(shape)}")
-        if (info.dtype == FLOAT8) != (row.stored == "float8"):
-            said = "is" if row.stored == "float8" else "is not"
-            raise CheckpointError(f"{info.where}: dtype {info.dtype}, but by the config it {said} {FLOAT8}")
 
 
 def sizes_of(config: LlamaConfig) -> dict[str, int]:

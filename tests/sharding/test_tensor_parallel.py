@@ -1,17 +1,24 @@
-"""The tiny pair on meshes of up to eight devices, in one process that has them."""
+"""The tiny pair, and float8 models, on meshes of up to eight devices, in a process that has them."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
-def test_one_to_eight_devices_equal_the_goldens():
-    script = Path(__file__).with_name("eight_models.py")
+GOLDENS = [*(f"goldens {devices}" for devices in (1, 2, 4, 8)), "rows"]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("eight_models.py", GOLDENS), ("eight_float8.py", ["static", "fbgemm", "channel"])]
+)
+def test_one_to_eight_devices_equal_one_and_the_goldens(name, told):
+    script = Path(__file__).with_name(name)
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    flags["PYTHONPATH"] = str(Path(__file__).parents[2])  # this tree, wherever the package is installed from
     done = subprocess.run(
         [sys.executable, script], env={**os.environ, **flags}, capture_output=True, text=True, timeout=600
     )
-    told = [*(f"goldens {devices}" for devices in (1, 2, 4, 8)), "rows"]
     assert done.stdout.splitlines() == told, done.stderr
     assert done.returncode == 0
