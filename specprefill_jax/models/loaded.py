@@ -243,7 +243,7 @@ def load(
 
     def place(name: str, array: np.ndarray) -> jax.Array:
         if mesh is None:
-            return jnp.asarray(array, kind)
+            return jnp.asarray(np.asarray(array), kind)  # what is not read yet is read here
         array = copy_heads(name, array, *copies)
         split = sharding(mesh, axes_of(name))
         return jax.make_array_from_callback(array.shape, split, lambda index: np.asarray(array[index], kind))
