@@ -34,10 +34,10 @@ from specprefill_jax.models.orbax_folder import (
     UNFINISHED,
     ArrayEntry,
     FileEntry,
+    LaterFormatError,
     Manifest,
     OrbaxCheckpoint,
     Part,
-    check_format,
     command,
     part_names,
     read_file,
@@ -143,10 +143,13 @@ def _begin(folder: Path, origin: dict[str, Any]) -> dict[str, Part]:
     records: dict[str, Part] = {}
     begun: list[dict[str, Any]] = []
     if (folder / MANIFEST).is_file():
-        check_format(folder / MANIFEST)
-        # A damaged one names nothing that could be kept: all is written again.
-        with contextlib.suppress(CheckpointError):
+        try:
             manifest = read_manifest(folder)
+        except LaterFormatError:
+            raise
+        except CheckpointError:
+            pass  # damaged: it names nothing that could be kept, and all is written again
+        else:
             begun.append(manifest.origin)
             records.update((part.name, part) for part in manifest.parts)
     elif not (folder / UNFINISHED).is_dir() and any(folder.iterdir()):
@@ -184,7 +187,8 @@ def _cast(part: str, arrays: Mapping[str, np.ndarray], dtype: str | None) -> dic
         matrix = arrays.get(name.removesuffix("_scale").removesuffix("_input"))
         float8 = matrix is not None and matrix.dtype.itemsize == 1
         if dtype is not None and not float8:
-            small = array.astype(DTYPES[dtype])
+            with np.errstate(over="ignore"):
+                small = array.astype(DTYPES[dtype])
             if dtype == "float16" and not np.isfinite(small).all() and np.isfinite(array).all():
                 raise argument_error("dtype", dtype, f"one that holds the values of {part}/{name}; bfloat16 does")
             array = small

@@ -8,6 +8,7 @@ Orbax stores these arrays as plain numbers (zarr, not compressed), and they are 
 file checked as its bytes come in. Orbax's own reading knows no checksums of them: every byte would be read twice.
 """
 
+import contextlib
 import itertools
 import json
 import math
@@ -127,6 +128,10 @@ def seal(data: dict[str, Any]) -> str:
     return json.dumps(data | {"crc32": f"{zlib.crc32(json.dumps(data).encode()):08x}"}, indent=1) + "\n"
 
 
+class LaterFormatError(CheckpointError):
+    """A manifest of a format that a later version of the package wrote."""
+
+
 def unseal(path: Path) -> dict[str, Any]:
     """The object that `seal` wrote to a file.
 
@@ -135,7 +140,7 @@ def unseal(path: Path) -> dict[str, Any]:
     """
     data = read_json(path)
     data.pop("crc32", None)
-    if path.read_bytes() != seal(data).encode():
+    if path.read_bytes() != seal(data).encode():  # also where a byte differs that JSON does not care for
         raise CheckpointError(f"{path}: is damaged: its checksum is another")
     return data
 
@@ -190,39 +195,31 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: there is none since the conversion was not finished, or it is damaged, or of a later format.
     """
     path = folder / MANIFEST
-    if not path.is_file():
-        if (folder / UNFINISHED).is_dir():
-            record = folder / UNFINISHED / ORIGIN
-            origin = read_json(record) if record.is_file() else {}
-            raise CheckpointError(
-                f"{folder}: its conversion was not finished; run the command again, it goes on where it stopped: "
-                f"{command(origin, folder)}"
-            )
-        raise CheckpointError(f"{path}: no such file; convert again: {command({}, folder)}")
-    try:
-        check_format(path)
-        data = unseal(path)
-        parts = tuple(Part.from_json(part) for part in data["parts"])
-        manifest = Manifest(data["origin"], files_from_json(data["files"]), parts)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}; convert again: {command({}, folder)}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: is not a manifest: {error!r}; convert again: {command({}, folder)}") from error
-    return manifest
-
-
-def check_format(path: Path) -> None:
-    """Check that a manifest is none of a later format.
-
-    Raises:
-        CheckpointError: it is, or it is no JSON.
-    """
-    version = read_json(path).get("format")
-    if isinstance(version, int) and version > FORMAT:
+    origin: dict[str, Any] = {}
+    if not path.is_file() and (folder / UNFINISHED).is_dir():
+        with contextlib.suppress(CheckpointError):  # it may have been killed while writing even this
+            origin = unseal(folder / UNFINISHED / ORIGIN)
         raise CheckpointError(
-            f"{path}: has format {version}, this version of the package reads {FORMAT}: update the package, or make a "
-            "new folder with this one"
+            f"{folder}: its conversion was not finished; run the command again, it goes on where it stopped: "
+            f"{command(origin, folder)}"
         )
+    again = f"convert again: {command(origin, folder)}"
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; {again}")
+    try:
+        data = unseal(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {again}") from error
+    if data.get("format") != FORMAT:
+        raise LaterFormatError(
+            f"{path}: has format {data.get('format')!r}, this version of the package reads {FORMAT}: update the "
+            "package, or convert the model to a new folder with this one"
+        )
+    try:
+        parts = tuple(Part.from_json(part) for part in data["parts"])
+        return Manifest(dict(data["origin"]), files_from_json(data["files"]), parts)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: is not a manifest: {error!r}; {again}") from error
 
 
 def read_file(path: Path, entry: FileEntry, into: np.ndarray | None = None) -> np.ndarray:
@@ -294,8 +291,9 @@ class StoredArray:
 
     def __getitem__(self, index: Any) -> np.ndarray:
         slices = index if isinstance(index, tuple) else (index,)
-        if len(slices) != self.ndim or not all(isinstance(s, slice) and s.step in (None, 1) for s in slices):
+        if len(slices) > self.ndim or not all(isinstance(s, slice) and s.step in (None, 1) for s in slices):
             return np.asarray(self)[index]
+        slices += (slice(None),) * (self.ndim - len(slices))
         box = [range(*s.indices(size)) for s, size in zip(slices, self.shape, strict=True)]
         out = _aligned([len(side) for side in box], self.dtype)
         if out.size:
