@@ -24,7 +24,7 @@ def main() -> None:
     convert.PIECE_BYTES = 8_000
     with tempfile.TemporaryDirectory() as root:
         pairs = []
-        # 2 and 4 key heads: from four or eight devices on, devices share them.
+        # 2 key heads and 1: from four devices on, or two, several hold the same one.
         for source, dtype in ((MAIN, "float32"), (SPECULATOR, "bfloat16")):
             convert.convert(source, Path(root) / source.name)
             pairs.append((open_checkpoint(source), open_checkpoint(Path(root) / source.name), dtype))
