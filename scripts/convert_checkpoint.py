@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write a model to a folder that loads fast and in parts: one Orbax checkpoint for each layer.
+"""Write a model to a folder that is read in slices and checked as it is read: one Orbax checkpoint for each layer.
 
 Progress goes to stderr, the closing line to stdout. A run that was stopped, however hard, goes on when the same command
 is given again; so does one whose folder was damaged since. Exit status: 0, 2 for bad input, 130 when interrupted.
@@ -28,7 +28,7 @@ from specprefill_jax.view.spans import visible
 
 @dataclass(frozen=True)
 class Options:
-    """Write a model to a folder that loads fast and in parts: one Orbax checkpoint for each layer.
+    """Write a model to a folder that is read in slices and checked as it is read: one Orbax checkpoint for each layer.
 
     A run that was stopped goes on when the same command is given again. Everything is read back and compared.
     """

@@ -52,8 +52,8 @@ from specprefill_jax.sharding.rules import RULES
 if TYPE_CHECKING:
     from specprefill_jax.tokens import Tokenizer
 
-PIECE_BYTES = 4 << 20
-"""Arrays are halved along the axis that meshes split until their pieces are no larger."""
+PIECE_BYTES, PIECES = 1 << 20, 32
+"""Arrays are halved along the axis that meshes split until their pieces are no larger, or are so many."""
 
 
 @dataclass(frozen=True)
@@ -229,12 +229,12 @@ def _is_same(folder: Path, part: Part, arrays: Mapping[str, np.ndarray], pool: T
 
 def piece_shape(name: str, array: np.ndarray) -> tuple[int, ...]:
     """The shape of the pieces that an array is stored in; see `PIECE_BYTES`."""
-    shape, nbytes = list(array.shape), array.nbytes
-    if nbytes > PIECE_BYTES:
+    shape, pieces = list(array.shape), 1
+    if array.nbytes > PIECE_BYTES:
         for axis in [axis for axis, letter in enumerate(axes_of(name)) if letter in RULES]:
-            while nbytes > PIECE_BYTES and shape[axis] % 2 == 0:
+            while pieces < PIECES and array.nbytes > PIECE_BYTES * pieces and shape[axis] % 2 == 0:
                 shape[axis] //= 2
-                nbytes //= 2
+                pieces *= 2
     return tuple(shape)
 
 

@@ -12,8 +12,10 @@ import contextlib
 import itertools
 import json
 import math
+import mmap
 import os
 import re
+import threading
 import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -44,8 +46,10 @@ DTYPES: dict[str, np.dtype] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
 }
-_BLOCK = 1 << 20  # read and checked at a time: stays in the processor's cache between the two
-_ALIGNMENT = 64  # bytes: where JAX takes a host array on the CPU as it is, without a copy
+_BLOCK = 1 << 18  # read and checked at a time: stays in the processor's cache between the two
+_ALIGNMENT = 64  # bytes
+_HUGE = 4 << 20  # from here on numpy asks for huge pages; making room for them took half of all the time of loading
+_local = threading.local()
 _FILE_NAME = re.compile(r"(\w[\w.-]*/)?[\w.][\w.-]*")  # below its folder, whatever a manifest says
 
 
@@ -295,7 +299,7 @@ class StoredArray:
             return np.asarray(self)[index]
         slices += (slice(None),) * (self.ndim - len(slices))
         box = [range(*s.indices(size)) for s, size in zip(slices, self.shape, strict=True)]
-        out = _aligned([len(side) for side in box], self.dtype)
+        out = _fresh([len(side) for side in box], self.dtype)
         if out.size:
             sides = zip(box, self._piece, strict=True)
             pieces = list(itertools.product(*(range(b.start // p, (b.stop - 1) // p + 1) for b, p in sides)))
@@ -314,7 +318,7 @@ class StoredArray:
             outside.append(slice(low - side.start, high - side.start))
         place = out[tuple(outside)] if self.ndim else out
         direct = place.shape == self._piece and place.flags.c_contiguous
-        numbers = place if direct else np.empty(self._piece, self.dtype)
+        numbers = place if direct else _scratch(math.prod(self._piece), self.dtype).reshape(self._piece)
         file = piece_file(self._name, piece)
         try:
             read_file(self._folder / file, self._files[file], numbers)
@@ -416,10 +420,21 @@ def check_part(folder: Path, part: Part) -> None:
             )
 
 
-def _aligned(shape: Iterable[int], dtype: np.dtype) -> np.ndarray:
-    """An empty array that starts at a multiple of `_ALIGNMENT`."""
+def _scratch(size: int, dtype: np.dtype) -> np.ndarray:
+    """An empty array [size] that lasts until this thread asks for the next: fresh memory costs more than reading."""
+    room: np.ndarray | None = getattr(_local, "room", None)
+    if room is None or room.size < size * dtype.itemsize:
+        room = _local.room = np.empty(size * dtype.itemsize, np.uint8)
+    return room[: size * dtype.itemsize].view(dtype)
+
+
+def _fresh(shape: Iterable[int], dtype: np.dtype) -> np.ndarray:
+    """An empty array, aligned such that JAX on the CPU takes it as it is."""
     shape = tuple(shape)
     nbytes = math.prod(shape) * dtype.itemsize
-    room = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    start = -room.ctypes.data % _ALIGNMENT
-    return room[start : start + nbytes].view(dtype).reshape(shape)
+    if nbytes < _HUGE:
+        room = np.empty(nbytes + _ALIGNMENT, np.uint8)
+        start = -room.ctypes.data % _ALIGNMENT
+        return room[start : start + nbytes].view(dtype).reshape(shape)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(pages, dtype).reshape(shape)
