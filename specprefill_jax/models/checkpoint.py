@@ -1,4 +1,4 @@
-"""Opening a model: a local HF folder, a `.gguf` file, a built-in name or a Hub id.
+"""Opening a model: a local HF folder, an Orbax folder, a `.gguf` file, a built-in name or a Hub id.
 
 Opening reads headers only, and checks every tensor's presence, shape and type against the config; data is read a layer
 at a time when asked for.
@@ -18,6 +18,7 @@ from specprefill_jax.errors import CheckpointError, argument_error
 from specprefill_jax.models import builtin
 from specprefill_jax.models.config import read_config, read_json
 from specprefill_jax.models.gguf import GgufCheckpoint
+from specprefill_jax.models.orbax_folder import OrbaxCheckpoint, is_orbax_folder
 from specprefill_jax.models.safetensors_file import FLOAT8, FLOATS, TensorInfo, read_header, read_tensor
 from specprefill_jax.models.weights import HARMLESS, Checkpoint, check_tensors, expected_shapes
 
@@ -40,8 +41,8 @@ def open_checkpoint(source: str | os.PathLike[str], progress: Progress | None = 
     """Open a model and check all of it that can be checked without reading weights.
 
     Args:
-        source: a folder in HF layout, a `.gguf` file, a built-in name (`builtin.NAMES`), or a Hub id "owner/name"
-            where there is no folder of that name.
+        source: a folder in HF layout, one that `convert` wrote, a `.gguf` file, a built-in name (`builtin.NAMES`), or a
+            Hub id "owner/name" where there is no folder of that name.
         progress: where to show a download or conversion; None shows it on standard error.
 
     Raises:
@@ -58,7 +59,7 @@ def open_checkpoint(source: str | os.PathLike[str], progress: Progress | None = 
             raise CheckpointError(f"{error}; delete the folder {folder} to have it made again") from error
     path = Path(os.path.expanduser(name))
     if name and os.path.isdir(path):  # unlike Path's, these answer for names of any form
-        return FolderCheckpoint(path)
+        return OrbaxCheckpoint(path) if is_orbax_folder(path) else FolderCheckpoint(path)
     if os.path.isfile(path):
         if path.suffix != ".gguf":
             raise CheckpointError(f"{path}: is not a .gguf file; for safetensors give the folder of config.json")

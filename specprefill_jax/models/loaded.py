@@ -294,8 +294,9 @@ def load(
         float8 = array.dtype == jnp.float8_e4m3fn
         to = array.dtype if float8 else jnp.dtype(jnp.float32) if name.endswith("_scale") else kind
         if mesh is None:
-            # A CPU casts as it copies; elsewhere the device does both.
-            return _Placed(jnp.asarray(array, to)) if layerwise else _placed(array, to, jnp.asarray)
+            # A CPU casts as it copies; elsewhere the device does both. What is not read yet is read here.
+            here = np.asarray(array)
+            return _Placed(jnp.asarray(here, to)) if layerwise else _placed(here, to, jnp.asarray)
         array, axes = copy_heads(name, array, *copies, float8=float8), axes_of(name, float8=float8)
         split = partial(_split, mesh, axes)
         return _placed(array, to, split, sharding(mesh, axes))
