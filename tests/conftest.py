@@ -12,6 +12,8 @@ from agreement import MAIN, SPECULATOR, Reference, load_tiny
 CACHE = tempfile.mkdtemp(prefix="specprefill-tests-")
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Tests compile more than they compute: LLVM's optimisations would take twice as long as they save.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
 os.environ["XDG_CACHE_HOME"] = CACHE
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(CACHE, "jax")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # new model objects find what others compiled

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 from rich.progress import Progress
 
@@ -232,8 +231,7 @@ def piece_shape(name: str, array: np.ndarray) -> tuple[int, ...]:
     """The shape of the pieces that an array is stored in; see `PIECE_BYTES`."""
     shape, pieces = list(array.shape), 1
     if array.nbytes > PIECE_BYTES:
-        axes = axes_of(name, float8=array.dtype == ml_dtypes.float8_e4m3fn)
-        for axis in [axis for axis, letter in enumerate(axes) if letter in RULES]:
+        for axis in [axis for axis, letter in enumerate(axes_of(name)) if letter in RULES]:
             while pieces < PIECES and array.nbytes > PIECE_BYTES * pieces and shape[axis] % 2 == 0:
                 shape[axis] //= 2
                 pieces *= 2

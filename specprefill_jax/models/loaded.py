@@ -290,20 +290,17 @@ def load(
     )
     kind = jnp.dtype(dtype)
 
-    def place(name: str, array: np.ndarray) -> _Placed:
-        float8 = array.dtype == jnp.float8_e4m3fn
-        to = array.dtype if float8 else jnp.dtype(jnp.float32) if name.endswith("_scale") else kind
+    def place(name: str, array: np.ndarray) -> jax.Array:
+        to = array.dtype if array.dtype == jnp.float8_e4m3fn else jnp.float32 if name.endswith("_scale") else kind
         if mesh is None:
-            # A CPU casts as it copies; elsewhere the device does both. What is not read yet is read here.
-            here = np.asarray(array)
-            return _Placed(jnp.asarray(here, to)) if layerwise else _placed(here, to, jnp.asarray)
-        array, axes = copy_heads(name, array, *copies, float8=float8), axes_of(name, float8=float8)
-        split = partial(_split, mesh, axes)
-        return _placed(array, to, split, sharding(mesh, axes))
+            return jnp.asarray(np.asarray(array), to)  # what is not read yet is read here
+        array, split = copy_heads(name, array, *copies), sharding(mesh, axes_of(name))
+        placed = jax.make_array_from_callback(array.shape, split, lambda index: np.asarray(array[index]))
+        return placed.astype(to)  # on the devices, which are quicker at it
 
     outer = _leaves(lambda rngs: Outer(layout, kind, _layout(mesh), rngs=rngs), checkpoint.outer(), place)
 
-    def layers(first: int, count: int) -> Iterator[tuple[_Placed, ...]]:
+    def layers(first: int, count: int) -> Iterator[Leaves]:
         for i in range(first, first + count):
             yield _leaves(_block(layout, kind, mesh, i), checkpoint.layer(i), place)
             if report is not None:
@@ -311,60 +308,8 @@ def load(
 
     blocks: list[Leaves] = []
     for first, count in like_layers(config):
-        blocks += map(_turned, layers(first, count)) if layerwise else [_stack(layers(first, count), count)]
-    weights = Weights(_turned(outer), tuple(blocks))
-    return LoadedLlama(config, kind, weights, layerwise=layerwise, layout=layout, mesh=mesh)
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """How an array that lies as in its file becomes one of ours: on its device, which is quicker at it than a host."""
-
-    axes: tuple[int, ...]
-    dtype: jnp.dtype
-    layout: NamedSharding | None
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = jnp.transpose(x, self.axes).astype(self.dtype)
-        return y if self.layout is None else lax.with_sharding_constraint(y, self.layout)
-
-    def empty(self, x: jax.Array, count: int) -> jax.Array:
-        """Zeros for `count` such arrays."""
-        stacked = None if self.layout is None else NamedSharding(self.layout.mesh, P(None, *self.layout.spec))
-        shape = (count, *(x.shape[axis] for axis in self.axes))
-        return jnp.zeros(shape, self.dtype, device=stacked)
-
-
-@dataclass(frozen=True)
-class _Placed:
-    """An array on its devices, and what is still to be done to it there."""
-
-    array: jax.Array
-    turn: _Turn | None = None
-
-
-def _placed(
-    array: np.ndarray, dtype: jnp.dtype, put: Callable[..., jax.Array], layout: NamedSharding | None = None
-) -> _Placed:
-    """Put a view of a file on its devices in the order of its bytes, so that nothing is turned over on the host.
-
-    Args:
-        array: the view, in our order of axes.
-        dtype: to cast to, on the device.
-        put: from the view in the file's order (and that order, where there is a layout) to the array.
-        layout: of the array in our order.
-    """
-    strides = getattr(array, "strides", None)
-    order = tuple(range(array.ndim)) if strides is None else tuple(sorted(range(array.ndim), key=lambda i: -strides[i]))
-    lies = array.transpose(order) if strides is not None else array
-    turn = _Turn(tuple(order.index(axis) for axis in range(array.ndim)), jnp.dtype(dtype), layout)
-    return _Placed(put(lies) if layout is None else put(order, lies), turn)
-
-
-def _split(mesh: Mesh, axes: str, order: tuple[int, ...], array: np.ndarray) -> jax.Array:
-    """The array on the mesh, each device reading only what is its own."""
-    split = sharding(mesh, "".join(axes[i] for i in order))
-    return jax.make_array_from_callback(array.shape, split, lambda index: np.asarray(array[index]))
+        blocks += layers(first, count) if layerwise else [_stack(layers(first, count), count)]
+    return LoadedLlama(config, kind, Weights(outer, tuple(blocks)), layerwise=layerwise, layout=layout, mesh=mesh)
 
 
 def abstract(config: LlamaConfig, dtype: str, mesh: Mesh) -> LoadedLlama:
@@ -387,7 +332,7 @@ def abstract(config: LlamaConfig, dtype: str, mesh: Mesh) -> LoadedLlama:
         state = nnx.to_flat_state(nnx.state(nnx.eval_shape(lambda: make(nnx.Rngs(0)))))
         out = []
         for name, (_, param) in zip(leaf_names(make), state, strict=True):
-            axes = axes_of(name, float8=param.dtype == jnp.float8_e4m3fn)
+            axes = axes_of(name)
             placed = NamedSharding(mesh, P(*(None for _ in stacked), *spec(axes)))
             out.append(jax.ShapeDtypeStruct((*stacked, *param.shape), param.dtype, sharding=placed))
         return cast(Leaves, tuple(out))
@@ -465,8 +410,8 @@ def _merge(graphdef: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, leaves: Leaves
 def _leaves(
     make: Callable[[nnx.Rngs], nnx.Module],
     arrays: dict[str, np.ndarray],
-    place: Callable[[str, np.ndarray], _Placed],
-) -> tuple[_Placed, ...]:
+    place: Callable[[str, np.ndarray], jax.Array],
+) -> Leaves:
     """Arrays by name -> the module's flat leaves in its own order, where they belong."""
     names = leaf_names(make)
     # Together: a thread that waits for the disk keeps no other from copying.
@@ -480,27 +425,24 @@ def leaf_names(make: Callable[[nnx.Rngs], nnx.Module]) -> list[str]:
     return ["_".join(path).removesuffix("_weight") for path, _ in nnx.to_flat_state(state)]
 
 
-@partial(jax.jit, static_argnums=1)
-def _turn(x: jax.Array, turn: _Turn) -> jax.Array:
-    return turn(x)
+@partial(jax.jit, donate_argnums=0)
+def _set_layer(stack: Leaves, layer: ArrayLike, leaves: Leaves) -> Leaves:
+    return tuple(lax.dynamic_update_index_in_dim(s, x, layer, 0) for s, x in zip(stack, leaves, strict=True))
 
 
-def _turned(placed: tuple[_Placed, ...]) -> Leaves:
-    return tuple(x.array if x.turn is None else _turn(x.array, x.turn) for x in placed)
+def _empty_stack(x: jax.Array, count: int) -> jax.Array:
+    """Zeros [count, ...] of arrays like x, laid out as it is."""
+    layout = x.sharding
+    if isinstance(layout, NamedSharding):
+        layout = NamedSharding(layout.mesh, P(None, *layout.spec))
+    return jnp.zeros((count, *x.shape), x.dtype, device=layout)
 
 
-@partial(jax.jit, static_argnums=3, donate_argnums=0)
-def _set_layer(stack: Leaves, layer: ArrayLike, arrays: Leaves, turns: tuple[_Turn, ...]) -> Leaves:
-    turned = (turn(x) for x, turn in zip(arrays, turns, strict=True))
-    return tuple(lax.dynamic_update_index_in_dim(s, x, layer, 0) for s, x in zip(stack, turned, strict=True))
-
-
-def _stack(layers: Iterator[tuple[_Placed, ...]], count: int) -> Leaves:
+def _stack(layers: Iterator[Leaves], count: int) -> Leaves:
     """Stream layers into stacked buffers, so that at most one layer is held twice."""
     stack: Leaves = ()
-    for i, placed in enumerate(layers):
-        arrays, turns = tuple(x.array for x in placed), tuple(cast(_Turn, x.turn) for x in placed)
+    for i, leaves in enumerate(layers):
         if not stack:
-            stack = tuple(turn.empty(x, count) for x, turn in zip(arrays, turns, strict=True))
-        stack = _set_layer(stack, np.int32(i), arrays, turns)
+            stack = tuple(_empty_stack(x, count) for x in leaves)
+        stack = _set_layer(stack, np.int32(i), leaves)
     return stack

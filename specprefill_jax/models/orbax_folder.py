@@ -28,7 +28,7 @@ import numpy as np
 
 from specprefill_jax.errors import CheckpointError
 from specprefill_jax.models.config import LlamaConfig, read_config, read_json
-from specprefill_jax.models.weights import LAYER_ROWS, OUTER_ROWS, Checkpoint
+from specprefill_jax.models.weights import Checkpoint, file_shape, layer_rows, outer_rows
 
 if TYPE_CHECKING:
     from specprefill_jax.tokens import Tokenizer
@@ -360,21 +360,16 @@ class OrbaxCheckpoint(Checkpoint):
 
     def read(self, name: str) -> np.ndarray:
         """The tensor of an HF name, in HF layout."""
-        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
-        arrays = self.layer(int(layer[1])) if layer else self.outer()
+        layer = re.fullmatch(r"model\.layers\.(\d{1,5})\.(.+)", name)
+        index = int(layer[1]) if layer else 0
+        known = index < self.config.num_layers
+        rows = outer_rows(self.config) if layer is None else layer_rows(self.config, index) if known else ()
         inner = layer[2] if layer else name
-        row = next((row for row in (*OUTER_ROWS, *LAYER_ROWS) if row.hf == inner and row.ours in arrays), None)
+        row = next((row for row in rows if row.hf == inner), None)
         if row is None:
             raise CheckpointError(f"{self.folder}: has no tensor {name}")
-        array = np.asarray(arrays[row.ours])
-        if "," not in row.shape:
-            return array.reshape(-1)
-        if row.ours == "embed":
-            return array
-        outs = len(row.shape.split(",")[0])
-        if array.dtype.itemsize > 1:  # float8 matrices are kept with their out axes first
-            array = np.moveaxis(array, range(array.ndim - outs, array.ndim), range(outs))
-        return array.reshape(math.prod(array.shape[:outs]), -1)
+        array = np.asarray((self.layer(index) if layer else self.outer())[row.ours])
+        return array.reshape(file_shape(self.config, row))
 
     def tokenizer(self) -> "Tokenizer | None":
         """The tokenizer that was converted with the model, or None where it had none."""

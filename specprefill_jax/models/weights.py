@@ -85,18 +85,17 @@ class Checkpoint(abc.ABC):
         """The tokenizer that comes with the model, or None where there is none."""
 
     def outer(self) -> dict[str, np.ndarray]:
-        """{"embed": [V, E], "norm": [E], "head": [E, V]}; no head where it is tied to the embedding."""
+        """{"embed": [V, E], "norm": [E], "head": [V, E]}; no head where it is tied to the embedding."""
         return {row.ours: to_ours(self.config, row, self.read(row.hf)) for row in outer_rows(self.config)}
 
     def layer(self, index: int) -> dict[str, np.ndarray]:
         """Arrays of layer `index` (from 0), as views of the file where they can be.
 
         Returns:
-            attn_norm [E], q [E, N, H], k [E, K, H], v [E, K, H], o [N, H, E], mlp_norm [E], gate [E, F], up [E, F],
-            down [F, E]; with attention_bias q_bias [N, H], k_bias [K, H], v_bias [K, H], o_bias [E]; with mlp_bias
-            gate_bias [F], up_bias [F], down_bias [E]. A float8 matrix comes as in its file, out axes first, e.g.
-            down [E, F] and o [E, N, H], and with it down_scale [E] and, where activations are static,
-            down_input_scale [], both float32.
+            attn_norm [E], q [N, H, E], k [K, H, E], v [K, H, E], o [E, N, H], mlp_norm [E], gate [F, E], up [F, E],
+            down [E, F]; with attention_bias q_bias [N, H], k_bias [K, H], v_bias [K, H], o_bias [E]; with mlp_bias
+            gate_bias [F], up_bias [F], down_bias [E]. With a float8 matrix comes its scale, e.g. down_scale [E], and
+            where activations are static down_input_scale [], both float32.
         """
         self._check_layer(index)
         return {
@@ -155,7 +154,7 @@ def _rows_of(config: LlamaConfig, rows: tuple[Row, ...]) -> tuple[Row, ...]:
 
 def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """HF name to file shape ([out, in]) of every tensor that a checkpoint of this model must hold, layers in order."""
-    return {name: _file_shape(config, row) for name, row in _all_rows(config).items()}
+    return {name: file_shape(config, row) for name, row in _all_rows(config).items()}
 
 
 def _all_rows(config: LlamaConfig) -> dict[str, Row]:
@@ -203,7 +202,7 @@ def check_tensors(config: LlamaConfig, tensors: Mapping[str, TensorInfo], source
             f"a Llama of {config.num_layers} layers with this config has no such tensor"
         )
     for name, row in rows.items():
-        info, shape = tensors[name], _file_shape(config, row)
+        info, shape = tensors[name], file_shape(config, row)
         if row.stored == "scale":
             many = config.float8 is not None and config.float8.per_channel and shape != ()
             allowed = [shape, (*shape, 1)] if many else [(), (1,), (1, 1)]
@@ -226,28 +225,23 @@ def sizes_of(config: LlamaConfig) -> dict[str, int]:
     }
 
 
-def _file_shape(config: LlamaConfig, row: Row) -> tuple[int, ...]:
+def file_shape(config: LlamaConfig, row: Row) -> tuple[int, ...]:
+    """The shape of a tensor in a file; a scale is there for each output channel."""
     sizes = sizes_of(config)
     return tuple(math.prod(sizes[letter] for letter in axis) for axis in row.shape.split(",") if axis)
 
 
 def to_ours(config: LlamaConfig, row: Row, array: np.ndarray) -> np.ndarray:
-    """File layout [out, in] to ours [in, out], head axes split in two; a view wherever numpy can make one.
+    """The array of a file with its head axes split in two: a view, [out, in] as it is there.
 
-    Float8 matrices stay [out, in], head axes split. A scale of a whole tensor is repeated for every output channel.
+    A scale of a whole tensor is repeated for every output channel.
     """
     sizes = sizes_of(config)
-    # One group of sizes an axis of the file, e.g. "NH,E" -> [[N, H], [E]]
-    groups = [[sizes[letter] for letter in axis] for axis in row.shape.split(",")]
-    shape = [size for group in groups for size in group]
+    shape = [sizes[letter] for letter in axes_of(row.ours)]
     if row.stored == "scale":
         scale = array.astype(np.float32)
         return np.broadcast_to(scale.reshape(()), shape) if scale.size == 1 else scale.reshape(shape)
-    split = array.reshape(shape)
-    if len(groups) == 1 or row.ours == "embed" or row.stored == "float8":
-        return split
-    out_axes = len(groups[0])
-    return np.moveaxis(split, range(out_axes), range(split.ndim - out_axes, split.ndim))
+    return array.reshape(shape)
 
 
 def row_of(ours: str) -> Row:
@@ -255,17 +249,15 @@ def row_of(ours: str) -> Row:
     return next(row for row in (*OUTER_ROWS, *LAYER_ROWS) if row.ours == ours)
 
 
-def axes_of(ours: str, *, float8: bool = False) -> str:
-    """The letters of the axes of one of our arrays, e.g. "ENH" for q, "NHE" where it is float8, "NH" for q_scale."""
+def axes_of(ours: str) -> str:
+    """The letters of the axes of one of our arrays, e.g. "NHE" for q, "NH" for q_scale."""
     if ours.endswith("_input_scale"):
         return ""
-    first, *rest = row_of(ours.removesuffix("_scale")).shape.split(",")
-    if ours.endswith("_scale"):
-        return first
-    return first + "".join(rest) if ours == "embed" or float8 else "".join(rest) + first
+    shape = row_of(ours.removesuffix("_scale")).shape
+    return shape.split(",")[0] if ours.endswith("_scale") else shape.replace(",", "")
 
 
-def copy_heads(name: str, array: np.ndarray, q_copies: int, kv_copies: int, *, float8: bool = False) -> np.ndarray:
+def copy_heads(name: str, array: np.ndarray, q_copies: int, kv_copies: int) -> np.ndarray:
     """One of our arrays with each head repeated; only the first copy of a query head counts in the output.
 
     Args:
@@ -273,9 +265,8 @@ def copy_heads(name: str, array: np.ndarray, q_copies: int, kv_copies: int, *, f
         array: as `Checkpoint.layer` gives it.
         q_copies: times each query head is there.
         kv_copies: times each key head is there.
-        float8: whether it is a float8 matrix.
     """
-    axes = axes_of(name, float8=float8)
+    axes = axes_of(name)
     for letter, copies in (("N", q_copies), ("K", kv_copies)):
         if copies > 1 and letter in axes:
             array = np.repeat(array, copies, axis=axes.index(letter))

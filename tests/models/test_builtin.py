@@ -278,7 +278,7 @@ def test_interrupted_anywhere_leaves_nothing(cache, monkeypatch, step, error):
         with pytest.raises(CheckpointError if isinstance(error, OSError) else KeyboardInterrupt):
             open_checkpoint("smollm2-135m")
     assert entries(cache) == []
-    assert open_checkpoint("smollm2-135m").layer(1)["q"].shape == (32, 8, 4)
+    assert open_checkpoint("smollm2-135m").layer(1)["q"].shape == (8, 4, 32)
     assert len(entries(cache)) == 1
 
 
@@ -327,7 +327,7 @@ def test_killed_in_the_middle(cache, wheel):
     (left,) = entries(cache)  # a killed process cannot tidy up
     assert left.startswith(".smollm2-135m-")
     assert (cache / left / "model" / "model.safetensors").is_file()
-    assert open_checkpoint("smollm2-135m").layer(1)["q"].shape == (32, 8, 4)
+    assert open_checkpoint("smollm2-135m").layer(1)["q"].shape == (8, 4, 32)
     (made,) = entries(cache)
     assert made.startswith("smollm2-135m-")
 

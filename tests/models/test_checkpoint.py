@@ -49,7 +49,7 @@ def test_arrays_of_a_folder(tmp_path, shards, bias, dtype):
     assert set(outer) == {"embed", "norm", "head"}
     np.testing.assert_array_equal(outer["embed"], tensors["model.embed_tokens.weight"])
     np.testing.assert_array_equal(outer["norm"], tensors["model.norm.weight"])
-    np.testing.assert_array_equal(outer["head"], tensors["lm_head.weight"].T)
+    np.testing.assert_array_equal(outer["head"], tensors["lm_head.weight"])
     names = {"attn_norm", "q", "k", "v", "o", "mlp_norm", "gate", "up", "down"}
     if bias:
         names |= {"q_bias", "k_bias", "v_bias", "o_bias", "gate_bias", "up_bias", "down_bias"}
@@ -61,17 +61,17 @@ def test_arrays_of_a_folder(tmp_path, shards, bias, dtype):
         np.testing.assert_array_equal(layer["mlp_norm"], tensors[prefix + "post_attention_layernorm.weight"])
         for ours, heads in (("q", 6), ("k", 2), ("v", 2)):
             weight = tensors[f"{prefix}self_attn.{ours}_proj.weight"]
-            assert layer[ours].shape == (12, heads, 4)
+            assert layer[ours].shape == (heads, 4, 12)
             assert layer[ours].dtype == dtype
             for head in range(heads):
-                np.testing.assert_array_equal(layer[ours][:, head], weight[4 * head : 4 * head + 4].T)
+                np.testing.assert_array_equal(layer[ours][head], weight[4 * head : 4 * head + 4])
             if bias:
                 expected = tensors[f"{prefix}self_attn.{ours}_proj.bias"].reshape(heads, 4)
                 np.testing.assert_array_equal(layer[f"{ours}_bias"], expected)
         o = tensors[prefix + "self_attn.o_proj.weight"]
-        np.testing.assert_array_equal(layer["o"].reshape(24, 12), o.T)
+        np.testing.assert_array_equal(layer["o"].reshape(12, 24), o)
         for ours in ("gate", "up", "down"):
-            np.testing.assert_array_equal(layer[ours], tensors[f"{prefix}mlp.{ours}_proj.weight"].T)
+            np.testing.assert_array_equal(layer[ours], tensors[f"{prefix}mlp.{ours}_proj.weight"])
             if bias:
                 np.testing.assert_array_equal(layer[ours + "_bias"], tensors[f"{prefix}mlp.{ours}_proj.bias"])
         if bias:
@@ -87,7 +87,7 @@ def test_tiny_main_is_sharded_bfloat16():
     assert checkpoint.outer()["head"].dtype == ml_dtypes.bfloat16
     for index in range(4):
         weight = tensors[f"model.layers.{index}.self_attn.k_proj.weight"]
-        np.testing.assert_array_equal(checkpoint.layer(index)["k"].reshape(128, 32), weight.T)
+        np.testing.assert_array_equal(checkpoint.layer(index)["k"].reshape(32, 128), weight)
 
 
 def test_tied_model_has_no_head(tmp_path):
@@ -110,7 +110,7 @@ def test_harmless_buffers_are_ignored(tmp_path):
 def test_one_file_of_another_name(tmp_path):
     folder = write_folder(tmp_path)
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
-    assert open_checkpoint(folder).layer(0)["q"].shape == (12, 6, 4)
+    assert open_checkpoint(folder).layer(0)["q"].shape == (6, 4, 12)
 
 
 def test_unaligned_data_is_read(tmp_path):
@@ -513,6 +513,6 @@ def test_no_bytes_of_damage_escape(tmp_path):
         except CheckpointError as error:
             refused.append(str(error))
         else:
-            assert checkpoint.layer(1)["q"].shape == (12, 6, 4)
+            assert checkpoint.layer(1)["q"].shape == (6, 4, 12)
     assert len(refused) > 100
     assert all(str(folder) in message for message in refused)

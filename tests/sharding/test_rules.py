@@ -19,10 +19,10 @@ def test_parameters_are_split_as_in_megatron():
     layouts = {row.ours: spec(axes_of(row.ours)) for row in (*OUTER_ROWS, *LAYER_ROWS)}
     columns = {"q", "k", "v"}
     for name in columns:
-        assert layouts[name] == P(None, "tensor", None)
-    assert layouts["o"] == P("tensor", None, None)
-    assert layouts["gate"] == layouts["up"] == layouts["head"] == P(None, "tensor")
-    assert layouts["down"] == layouts["embed"] == P("tensor", None)
+        assert layouts[name] == P("tensor", None, None)
+    assert layouts["o"] == P(None, "tensor", None)
+    assert layouts["gate"] == layouts["up"] == layouts["head"] == layouts["embed"] == P("tensor", None)
+    assert layouts["down"] == P(None, "tensor")
     assert layouts["q_bias"] == layouts["k_bias"] == P("tensor", None)
     assert layouts["gate_bias"] == P("tensor")
     assert layouts["attn_norm"] == layouts["norm"] == layouts["o_bias"] == layouts["down_bias"] == P(None)
@@ -62,22 +62,22 @@ def test_axes_that_cannot_be_split():
 def test_copies_of_heads_attend_to_the_same_keys_and_count_once():
     rng = np.random.default_rng(0)
     embed, heads, kv_heads, size = 6, 4, 2, 3
-    q, o = rng.normal(size=(embed, heads, size)), rng.normal(size=(heads, size, embed))
-    k = rng.normal(size=(embed, kv_heads, size))
+    q, o = rng.normal(size=(heads, size, embed)), rng.normal(size=(embed, heads, size))
+    k = rng.normal(size=(kv_heads, size, embed))
     wide = {name: copy_heads(name, array.copy(), 2, 4) for name, array in (("q", q), ("k", k), ("o", o))}
-    assert wide["q"].shape == (embed, 8, size)
-    assert wide["k"].shape == (embed, 8, size)
+    assert wide["q"].shape == (8, size, embed)
+    assert wide["k"].shape == (8, size, embed)
     x = rng.normal(size=embed)
 
     def products(q, k):
         """Query times key for each query head, at one token."""
-        group = q.shape[1] // k.shape[1]
-        return np.array([(x @ q[:, n]) @ (x @ k[:, n // group]) for n in range(q.shape[1])])
+        group = len(q) // len(k)
+        return np.array([(q[n] @ x) @ (k[n // group] @ x) for n in range(len(q))])
 
     np.testing.assert_allclose(products(wide["q"], wide["k"]), np.repeat(products(q, k), 2))
     out = rng.normal(size=(heads, size))
     np.testing.assert_allclose(
-        np.einsum("NH,NHE->E", np.repeat(out, 2, axis=0), wide["o"]), np.einsum("NH,NHE->E", out, o)
+        np.einsum("NH,ENH->E", np.repeat(out, 2, axis=0), wide["o"]), np.einsum("NH,ENH->E", out, o)
     )
 
 
