@@ -12,7 +12,7 @@ MESHES = ("eight", "two_by_four")
 
 def test_eight_devices():
     script = Path(__file__).with_name("eight_devices.py")
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    flags = {"XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, script], env={**os.environ, **flags}, capture_output=True, text=True, timeout=300
     )

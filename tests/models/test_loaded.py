@@ -1,5 +1,6 @@
 """The compiled layer: both forms of the forward pass agree, and the cache is updated in place."""
 
+import itertools
 import re
 
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from specprefill_jax.models.checkpoint import open_checkpoint
 from specprefill_jax.models.loaded import load
 
 
-@pytest.mark.parametrize("capacity", [256, 512, 1024, 2048, 4096])
+@pytest.mark.parametrize("capacity", [256, 1024, 4096])
 @pytest.mark.parametrize("tokens", [1, 16, 256])
 @pytest.mark.parametrize("layerwise", [True, False], ids=["layerwise", "scanned"])
 def test_the_cache_is_updated_in_place(tokens, capacity, layerwise):
@@ -41,7 +42,7 @@ def test_scanned_equals_the_goldens():
     """The form that accelerators run, with its look-ahead as one scan."""
     models = [load(open_checkpoint(path), "float32", layerwise=False) for path in (MAIN, SPECULATOR)]
     pair = SpecPrefill(*models, tokenizer=None, prefill_chunk=64)
-    for path in goldens()[::4]:
+    for path in goldens()[::8]:
         g = np.load(path)
         eos = tuple(g["eos"].tolist()) if "eos" in g else (2,)
         config = SpecPrefillConfig.paper(
@@ -55,9 +56,13 @@ def test_scanned_equals_the_goldens():
         assert np.linalg.norm(logits - g["logits"]) < 1e-3 * np.linalg.norm(g["logits"])
 
 
-@pytest.mark.parametrize("start", [0, 1, 31, 64, 255, 256, 300])
-@pytest.mark.parametrize("tokens", [1, 2, 16, 100, 513, 700])
-@pytest.mark.parametrize("form", ["blocks", "fused"])
+@pytest.mark.parametrize(
+    ("form", "tokens", "start"),
+    [
+        *itertools.product(["blocks"], [1, 2, 16, 100, 513, 700], [0, 1, 31, 64, 255, 256, 300]),
+        *itertools.product(["fused"], [1, 2, 100], [0, 1, 300]),
+    ],
+)
 def test_attention_equals_a_plain_softmax(tokens, start, form):
     """Every mix of earlier slots and block edges, two rows with different starts, poisoned beyond the last token."""
     rng = np.random.default_rng(tokens * 1000 + start)

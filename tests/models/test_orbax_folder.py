@@ -1,6 +1,5 @@
 """Orbax folders: what is converted comes back bit for bit, whatever kills the conversion, and no damage goes unseen."""
 
-import contextlib
 import fcntl
 import json
 import os
@@ -259,7 +258,7 @@ def test_from_pretrained(tmp_path):
 
 def test_meshes_of_eight_devices():
     script = ROOT / "tests" / "sharding" / "eight_orbax.py"
-    done = python(script, XLA_FLAGS="--xla_force_host_platform_device_count=8")
+    done = python(script, XLA_FLAGS=os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8")
     assert done.stdout.splitlines() == [f"equal on {devices}" for devices in (1, 2, 4, 8)], done.stderr
     assert done.returncode == 0
 
@@ -443,8 +442,12 @@ def test_another_source(small, small_source, tmp_path):
     assert files_of(small) == before
     # The same of one that is not finished.
     begun = tmp_path / "begun"
-    with contextlib.suppress(KeyboardInterrupt):
-        convert(small_source, begun, report=lambda done, total: signal.raise_signal(signal.SIGINT))
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(small_source, begun, report=interrupt)
     for source, dtype in ((values, None), (MAIN, None), (small_source, "float32")):
         fails(source, "holds another model", call=lambda s, d=dtype: convert(s, begun, d))
     assert convert(small_source, begun).kept == 1

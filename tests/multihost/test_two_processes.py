@@ -22,7 +22,7 @@ ENVIRONMENT = {
     **os.environ,
     "PYTHONPATH": str(ROOT),
     "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+    "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=4",
 }
 PATIENCE = 600
 """Seconds that a slow machine may take for what takes a few."""

@@ -81,10 +81,9 @@ def check_meshes() -> None:
     logits = two.prefill(ids, free.select(ids, config))
     assert np.linalg.norm(logits - g["logits"]) <= 1e-3 * np.linalg.norm(g["logits"])
     others = make_mesh(jax.devices()[6:])
-    for mesh in (make_mesh(4), None):  # devices of its own; some of the main model's
-        apart = load_tiny(mesh=mesh, speculator_mesh=others)
-        assert (apart.main.mesh.size, apart.speculator.model.mesh) == (4 if mesh else 8, others)
-        assert apart.generate(ids, sampling, config).token_ids == g["tokens"].tolist()
+    apart = load_tiny(mesh=make_mesh(4), speculator_mesh=others)
+    assert (apart.main.mesh.size, apart.speculator.model.mesh) == (4, others)
+    assert apart.generate(ids, sampling, config).token_ids == g["tokens"].tolist()
 
 
 def check_rows() -> None:
