@@ -44,6 +44,7 @@ bench: $(READY)  ## prefill rates, times to first token and needles on this mach
 	@$(PY) scripts/bench_prefill.py --out benchmarks/prefill.json $(if $(wildcard build/peer/.stamp),--peer build/peer/bin/python)
 	@$(PY) scripts/bench_ttft.py --out benchmarks/ttft.json
 	@$(PY) scripts/bench_kernels.py --out benchmarks/kernels.json
+	@$(PY) scripts/bench_load.py --out benchmarks/load.json
 	@$(PY) scripts/eval_needle.py --out benchmarks/needle.json
 
 roofline: $(READY)  ## predict times to first token on eight H100s and H200s, into benchmarks/ and docs/

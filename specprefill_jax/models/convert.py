@@ -39,6 +39,7 @@ from specprefill_jax.models.orbax_folder import (
     OrbaxCheckpoint,
     Part,
     command,
+    is_orbax_folder,
     part_names,
     read_file,
     read_manifest,
@@ -100,6 +101,8 @@ def convert(
     config = checkpoint.config if dtype is None else dataclasses.replace(checkpoint.config, dtype=dtype)
     origin = {"source": os.fspath(source), "dtype": dtype, "config": config.to_json()}
     folder = Path(os.path.expanduser(os.fspath(target)))
+    if folder.exists() and os.path.exists(source) and folder.samefile(source):
+        raise argument_error("target", str(target), "another folder than the source")
     try:
         with _held(folder), ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             records = _begin(folder, origin)
@@ -152,7 +155,7 @@ def _begin(folder: Path, origin: dict[str, Any]) -> dict[str, Part]:
         else:
             begun.append(manifest.origin)
             records.update((part.name, part) for part in manifest.parts)
-    elif not (folder / UNFINISHED).is_dir() and any(folder.iterdir()):
+    elif not is_orbax_folder(folder) and any(folder.iterdir()):
         raise argument_error("target", str(folder), "a new or empty folder, or one that an earlier run began")
     unfinished = folder / UNFINISHED
     if unfinished.is_dir():

@@ -412,11 +412,10 @@ def _leaves(
     arrays: dict[str, np.ndarray],
     place: Callable[[str, np.ndarray], jax.Array],
 ) -> Leaves:
-    """Arrays by name -> the module's flat leaves in its own order, where they belong."""
-    names = leaf_names(make)
-    # Together: a thread that waits for the disk keeps no other from copying.
-    with ThreadPoolExecutor() as pool:
-        return tuple(pool.map(place, names, [arrays[name] for name in names]))
+    """Arrays by name, which are used up -> the module's flat leaves in its own order, where they belong."""
+    # Together: a thread that waits for the disk keeps no other from copying. Popped: what is read is let go.
+    with ThreadPoolExecutor(4) as pool:
+        return tuple(pool.map(lambda name: place(name, arrays.pop(name)), leaf_names(make)))
 
 
 def leaf_names(make: Callable[[nnx.Rngs], nnx.Module]) -> list[str]:

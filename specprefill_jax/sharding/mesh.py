@@ -27,6 +27,9 @@ def make_mesh(devices: Sequence[jax.Device] | SupportsIndex | None = None, data:
         ArgumentError: more devices than there are, or none; or a number of groups that does not divide them.
     """
     here = jax.devices()
+    known = devices is None or isinstance(devices, SupportsIndex | Sequence)
+    if not known or isinstance(devices, bool | str | bytes):
+        raise argument_error("devices", devices, "None, a number or a sequence of devices")
     if devices is None or isinstance(devices, SupportsIndex):
         count = len(here) if devices is None else index(devices)
         if not 1 <= count <= len(here):

@@ -54,18 +54,25 @@ def head_copies(mesh: Mesh, num_heads: int, num_kv_heads: int) -> tuple[int, int
     Raises:
         ArgumentError: heads that cannot be split evenly.
     """
-    devices = mesh.shape[TENSOR]
+    copies = _copies(mesh.shape[TENSOR], num_heads, num_kv_heads)
+    if copies is None:
+        fit = [str(n) for n in range(1, num_heads) if _copies(n, num_heads, num_kv_heads)]
+        allowed = (
+            f"a mesh of {', '.join(fit)} or a multiple of {num_heads} devices along {TENSOR!r}, for a model of "
+            f"{num_heads} query and {num_kv_heads} key heads"
+        )
+        raise argument_error("mesh", dict(mesh.shape), allowed)
+    return copies
+
+
+def _copies(devices: int, num_heads: int, num_kv_heads: int) -> tuple[int, int] | None:
     if num_kv_heads % devices == 0:
         return 1, 1
     if devices % num_kv_heads == 0 and num_heads % devices == 0:
         return 1, devices // num_kv_heads
     if devices % num_kv_heads == 0 and devices % num_heads == 0:
         return devices // num_heads, devices // num_kv_heads
-    allowed = (
-        f"a mesh whose axis {TENSOR!r} divides the model's {num_kv_heads} key heads, or is a multiple of them that "
-        f"divides its {num_heads} query heads or is a multiple of those, too"
-    )
-    raise argument_error("mesh", dict(mesh.shape), allowed)
+    return None
 
 
 def check_divides(mesh: Mesh, sizes: Mapping[str, int]) -> None:

@@ -46,9 +46,7 @@ def test_head_copies(devices, heads, kv_heads, copies):
 
 @pytest.mark.parametrize(("devices", "heads", "kv_heads"), [(2, 9, 3), (8, 12, 4), (6, 8, 2), (3, 8, 8)])
 def test_heads_that_cannot_be_split(devices, heads, kv_heads):
-    message = (
-        f"mesh={{'tensor': {devices}}} is not allowed: mesh must be a mesh whose axis 'tensor' divides the model's"
-    )
+    message = f"mesh={{'tensor': {devices}}} is not allowed: mesh must be a mesh of 1, "
     with pytest.raises(ValueError, match=message):
         head_copies(mesh_of(devices), heads, kv_heads)
 
@@ -86,6 +84,9 @@ def test_meshes():
     assert make_mesh(1).size == 1
     for bad in (0, -1, jax.device_count() + 1):
         with pytest.raises(ValueError, match=f"devices={bad} is not allowed: devices must be from 1 to the"):
+            make_mesh(bad)
+    for bad in (2.0, "2", True):
+        with pytest.raises(ValueError, match="devices must be None, a number or a sequence of devices"):
             make_mesh(bad)
     with pytest.raises(ValueError, match="devices must be at least one device"):
         make_mesh([])
