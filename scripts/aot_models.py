@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -48,6 +48,8 @@ SPARE = 0.95
 LOOK_AHEAD, POOL_WIDTH, CHUNK_SIZE = 8, 13, 32
 """Of SpecPrefillConfig, as it is unless told otherwise."""
 GATHERS = ("all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+READING, ANSWERING = ("speculator prefill", "look-ahead", "scoring"), ("main prefill", "decode")
+"""Programs of the speculator and of the main model."""
 BATCHED = (8192, 8192, 8)
 """Prompt, slots and batch of one more decode step, of rows that were read whole."""
 MOST_TEMP = 2**30
@@ -106,8 +108,8 @@ def cases(args: Args) -> list[Case]:
         main, speculator = pair.split(" + ")
         for tokens in args.lengths:
             reading, answering = slots_of(tokens, args)
-            found += [Case(p, speculator, tokens, reading) for p in ("speculator prefill", "look-ahead", "scoring")]
-            found += [Case(p, main, tokens, answering) for p in ("main prefill", "decode")]
+            found += [Case(program, speculator, tokens, reading) for program in READING]
+            found += [Case(program, main, tokens, answering) for program in ANSWERING]
         found.append(Case("decode", main, *BATCHED))
     return list(dict.fromkeys(found))
 
@@ -210,13 +212,10 @@ def fit(pair: str, tokens: int, chip: str, args: Args, rows: list[dict[str, Any]
     """Whether a pair fits a device with a prompt of that length: all that it holds at once, and the largest program."""
     main, speculator = pair.split(" + ")
     reading, answering = slots_of(tokens, args)
+    wanted = {Case(program, speculator, tokens, reading) for program in READING}
+    wanted |= {Case(program, main, tokens, answering) for program in ANSWERING}
     mine = [
-        row
-        for row in rows
-        if row["chip"] == chip
-        and (row["tokens"], row["batch"]) == (tokens, 1)
-        and (row["model"], row["slots"]) in ((main, answering), (speculator, reading))
-        and (row["program"] in ("main prefill", "decode")) == ((row["model"], row["slots"]) == (main, answering))
+        row for row in rows if row["chip"] == chip and Case(**{f.name: row[f.name] for f in fields(Case)}) in wanted
     ]
     held = {(row["model"], row["slots"]): row.get("weight_bytes", 0) + row.get("cache_bytes", 0) for row in mine}
     temp = max((row["report"]["temp_bytes"] for row in mine if row["report"]), default=0)

@@ -9,8 +9,6 @@ is given again; so does one whose folder was damaged since. Exit status: 0, 2 fo
     python scripts/generate.py --main models/llama-8b --speculator models/llama-1b --file book.txt
 """
 
-import contextlib
-import io
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +19,8 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from specprefill_jax.errors import ArgumentError
+from specprefill_jax.command_line import parse
+from specprefill_jax.models.convert import convert
 from specprefill_jax.view.report import seconds
 from specprefill_jax.view.spans import visible
 
@@ -46,7 +45,7 @@ class Options:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with `argv` (default: the process's arguments) and return its exit status."""
     try:
-        convert_checkpoint(parse(sys.argv[1:] if argv is None else argv))
+        convert_checkpoint(parse(Options, sys.argv[1:] if argv is None else argv, "convert_checkpoint.py"))
         return 0
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)
@@ -56,33 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def parse(argv: Sequence[str]) -> Options:
-    """Flags as `Options`; what tyro would say about wrong ones in a box becomes an `ArgumentError` of one line."""
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return tyro.cli(Options, args=list(argv), prog="convert_checkpoint.py")
-    except SystemExit as leave:
-        if not leave.code:
-            raise
-        raise ArgumentError(_unboxed(said.getvalue())) from None
-
-
-def _unboxed(said: str) -> str:
-    """tyro's message without its frame, title and hints: what stands between the first two rules, drawn or in ASCII."""
-    lines = [line.strip("│| ") for line in said.splitlines()]
-    rules = [index for index, line in enumerate(lines) if line[-3:] in ("──╮", "───", "──╯", "--+", "---")]
-    body = lines[rules[0] + 1 : rules[1]] if len(rules) > 1 else lines
-    return f"{' '.join(body) or 'wrong arguments'} (--help lists all flags)"
-
-
 def convert_checkpoint(options: Options) -> None:
     """Convert as `options` say, with a bar."""
     import jax
 
     # Nothing is computed: accelerators, and the memory that JAX would take there, are for others.
     jax.config.update("jax_platforms", "cpu")
-    from specprefill_jax.models.convert import convert  # here, so that --help and wrong flags do not wait for JAX
 
     start = time.perf_counter()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -15,7 +15,6 @@ import contextlib
 import io
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,8 +25,10 @@ from typing import Any, NoReturn
 import tyro
 from rich.console import Console
 
+from specprefill_jax import command_line
 from specprefill_jax.config import SamplingParams, SpecPrefillConfig
 from specprefill_jax.errors import ArgumentError, argument_error
+from specprefill_jax.sharding.mesh import make_mesh
 from specprefill_jax.view.page import write_page
 from specprefill_jax.view.report import Report, Run, describe, seconds
 from specprefill_jax.view.spans import map_prompt, visible
@@ -147,15 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Flags as `Options`; what tyro would say about wrong ones in a box becomes an `ArgumentError` of one line."""
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            options = tyro.cli(Options, args=list(argv), prog="generate.py", config=(tyro.conf.FlagCreatePairsOff,))
-    except SystemExit as leave:
-        if not leave.code:
-            raise
-        raise ArgumentError(_unboxed(said.getvalue())) from None
+    """Flags as `Options`; an `ArgumentError` of one line for wrong ones."""
+    options = command_line.parse(Options, argv, "generate.py", (tyro.conf.FlagCreatePairsOff,))
     if options.dense and options.compare:
         raise ArgumentError("--dense and --compare cannot go together: --compare reads the prompt both ways")
     return options
@@ -168,7 +162,7 @@ def agree(options: Options, argv: Sequence[str]) -> tuple[Options, Prompt]:
         return options, read_prompt(options)
     import jax
 
-    from specprefill_jax.sharding import distributed  # here, like JAX, so that nobody else waits for it
+    from specprefill_jax.sharding import distributed  # here: it reaches into JAX, which one process alone need not risk
 
     distributed.start(*together)
     first = jax.process_index() == 0
@@ -268,7 +262,6 @@ def load(options: Options, say: Callable[[str], None]) -> Any:
     if not options.dense:
         say(f"Loading speculator {describe(options.speculator)} ...")
     from specprefill_jax import SpecPrefill
-    from specprefill_jax.sharding.mesh import make_mesh  # here, so that --help and wrong flags do not wait for JAX
 
     start = time.perf_counter()
     model = SpecPrefill.from_pretrained(
@@ -356,15 +349,6 @@ def check_writable(path: Path) -> None:
     """Raise, before minutes are spent, where the page could not be written."""
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise argument_error("html", str(path), "a file in a folder that exists and can be written to")
-
-
-def _unboxed(said: str) -> str:
-    """tyro's message without its frame, title and hints: what stands between the first two rules, drawn or in ASCII."""
-    lines = [line.strip("│| ") for line in said.splitlines()]
-    rules = [index for index, line in enumerate(lines) if line[-3:] in ("──╮", "───", "──╯", "--+", "---")]
-    body = lines[rules[0] + 1 : rules[1]] if len(rules) > 1 else lines
-    text = re.sub(r"^Error parsing (config|sampling): ", "", " ".join(body))
-    return f"{text or 'wrong arguments'} (--help lists all flags)"
 
 
 def run() -> NoReturn:

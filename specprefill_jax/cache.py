@@ -62,8 +62,9 @@ def make_cache(config: LlamaConfig, batch: int, capacity: int, dtype: jnp.dtype,
     Zeros matter: a masked slot contributes probability 0 times its value, so the value must be finite.
     """
     shape = (config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim)
-    layout: Any = KVCache(*(None,) * 3)  # type: ignore[arg-type]
+    heads = whole = None
     if mesh is not None:
-        layout = jax.tree.map(partial(NamedSharding, mesh), cache_spec(mesh, batch))
-    k, v = (jnp.zeros(shape, dtype, device=layout.k) for _ in range(2))
-    return KVCache(k, v, jnp.zeros((batch, capacity), jnp.int32, device=layout.positions))
+        placed = jax.tree.map(partial(NamedSharding, mesh), cache_spec(mesh, batch))
+        heads, whole = placed.k, placed.positions
+    k, v = (jnp.zeros(shape, dtype, device=heads) for _ in range(2))
+    return KVCache(k, v, jnp.zeros((batch, capacity), jnp.int32, device=whole))

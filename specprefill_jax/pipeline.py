@@ -26,7 +26,6 @@ from specprefill_jax.prefill import DEFAULT_CHUNK, bucket, padded, prefill
 from specprefill_jax.sampling import sampling_arrays, seen_tokens
 from specprefill_jax.scoring import kept_batch, score_and_choose
 from specprefill_jax.selection import Plan, Reason, Selection, num_chunks, plan
-from specprefill_jax.sharding.distributed import broadcast
 from specprefill_jax.sharding.mesh import check_mesh, largest_mesh
 from specprefill_jax.speculator import MAX_EOS_IDS, Speculator
 from specprefill_jax.timing import Marks, PhaseClock, Timings
@@ -511,6 +510,8 @@ def _seed(sampling: SamplingParams) -> int | None:
     """The seed; where none is given and processes could draw different ones, process 0's."""
     if sampling.seed is not None or sampling.temperature == 0 or jax.process_count() == 1:
         return sampling.seed
+    from specprefill_jax.sharding.distributed import broadcast  # here: one process alone has no use for it
+
     return broadcast(secrets.randbits(64))
 
 

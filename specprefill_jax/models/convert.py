@@ -101,7 +101,8 @@ def convert(
     config = checkpoint.config if dtype is None else dataclasses.replace(checkpoint.config, dtype=dtype)
     origin = {"source": os.fspath(source), "dtype": dtype, "config": config.to_json()}
     folder = Path(os.path.expanduser(os.fspath(target)))
-    if folder.exists() and os.path.exists(source) and folder.samefile(source):
+    given = os.path.expanduser(os.fspath(source))
+    if folder.exists() and os.path.exists(given) and folder.samefile(given):
         raise argument_error("target", str(target), "another folder than the source")
     try:
         with _held(folder), ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -157,6 +158,10 @@ def _begin(folder: Path, origin: dict[str, Any]) -> dict[str, Part]:
             records.update((part.name, part) for part in manifest.parts)
     elif not is_orbax_folder(folder) and any(folder.iterdir()):
         raise argument_error("target", str(folder), "a new or empty folder, or one that an earlier run began")
+    elif (
+        folder / "config.json"
+    ).is_file():  # a manifest was lost; what is left must not be overwritten by another model
+        begun.append(origin | {"source": "a model whose manifest is lost", "config": read_config(folder).to_json()})
     unfinished = folder / UNFINISHED
     if unfinished.is_dir():
         for path in sorted(unfinished.glob("*.json")):

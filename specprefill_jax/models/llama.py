@@ -50,7 +50,7 @@ class Linear(nnx.Module):
     def __init__(self, name: str, config: LlamaConfig, dtype: jnp.dtype, layout: Layout, *, rngs: nnx.Rngs):
         sizes, (out, inner) = sizes_of(config), row_of(name).shape.split(",")
         is_float8 = name in layout.float8
-        self.out_shape = tuple(sizes[letter] for letter in out)
+        out_shape = tuple(sizes[letter] for letter in out)
         self.inner_axes = len(inner)
         self.float8 = config.float8 if is_float8 else None
         self.native, self.least_rows = layout.native, layout.least_rows
@@ -59,11 +59,11 @@ class Linear(nnx.Module):
         shape = tuple(sizes[letter] for letter in self.axes)
         values = nnx.initializers.normal(0.02)(rngs.params(), shape, dtype)
         self.weight = nnx.Param(values.astype(jnp.float8_e4m3fn) if is_float8 else values)
-        self.scale = nnx.Param(jnp.ones(self.out_shape, jnp.float32)) if is_float8 else None
+        self.scale = nnx.Param(jnp.ones(out_shape, jnp.float32)) if is_float8 else None
         static = self.float8 is not None and self.float8.static
         self.input_scale = nnx.Param(jnp.ones((), jnp.float32)) if static else None
         has_bias = config.mlp_bias if "F" in self.axes else config.attention_bias
-        self.bias = nnx.Param(jnp.zeros(self.out_shape, dtype)) if has_bias else None
+        self.bias = nnx.Param(jnp.zeros(out_shape, dtype)) if has_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, inner axes] -> [B, T, out axes], in x's dtype."""

@@ -102,7 +102,7 @@ class LoadedLlama:
         accelerator = platform(mesh) != "cpu"
         self._decode_block = attention.ACCELERATOR_DECODE_KEY_BLOCK if accelerator else attention.DECODE_KEY_BLOCK
         self._inv_freq, self._rope_scaling = frequencies(config.rope, config.head_dim)
-        self._outer_def, self._outer_tree = _abstract(lambda rngs: Outer(self.layout, dtype, _layout(mesh), rngs=rngs))
+        self._outer_def, self._outer_tree = _abstract(_outer(self.layout, dtype, mesh))
         self.runs = tuple(
             Run(first, count, *_abstract(_block(self.layout, dtype, mesh, first)))
             for first, count in like_layers(config)
@@ -285,10 +285,7 @@ def load(
         layerwise = jax.default_backend() == "cpu" and mesh is None
     mesh = None if mesh is None else check_mesh(mesh)
     copies = (1, 1) if mesh is None else check_fits(mesh, config)
-    layout = dataclasses.replace(
-        config, num_heads=config.num_heads * copies[0], num_kv_heads=config.num_kv_heads * copies[1]
-    )
-    kind = jnp.dtype(dtype)
+    layout, kind = _with_copies(config, copies), jnp.dtype(dtype)
 
     def place(name: str, array: np.ndarray) -> jax.Array:
         to = array.dtype if array.dtype == jnp.float8_e4m3fn else jnp.float32 if name.endswith("_scale") else kind
@@ -298,11 +295,12 @@ def load(
         placed = jax.make_array_from_callback(array.shape, split, lambda index: np.asarray(array[index]))
         return placed.astype(to)  # on the devices, which are quicker at it
 
-    outer = _leaves(lambda rngs: Outer(layout, kind, _layout(mesh), rngs=rngs), checkpoint.outer(), place)
+    outer = _leaves(list(_shapes(_outer(layout, kind, mesh))), checkpoint.outer(), place)
 
     def layers(first: int, count: int) -> Iterator[Leaves]:
+        names = list(_shapes(_block(layout, kind, mesh, first)))
         for i in range(first, first + count):
-            yield _leaves(_block(layout, kind, mesh, i), checkpoint.layer(i), place)
+            yield _leaves(names, checkpoint.layer(i), place)
             if report is not None:
                 report(i + 1, config.num_layers)
 
@@ -323,21 +321,16 @@ def abstract(config: LlamaConfig, dtype: str, mesh: Mesh) -> LoadedLlama:
     Raises:
         ArgumentError: it cannot be split over the mesh.
     """
-    copies, kind = check_fits(mesh, config), jnp.dtype(dtype)
-    layout = dataclasses.replace(
-        config, num_heads=config.num_heads * copies[0], num_kv_heads=config.num_kv_heads * copies[1]
-    )
+    layout, kind = _with_copies(config, check_fits(mesh, config)), jnp.dtype(dtype)
 
     def leaves(make: Callable[[nnx.Rngs], nnx.Module], *stacked: int) -> Leaves:
-        state = nnx.to_flat_state(nnx.state(nnx.eval_shape(lambda: make(nnx.Rngs(0)))))
         out = []
-        for name, (_, param) in zip(leaf_names(make), state, strict=True):
-            axes = axes_of(name)
-            placed = NamedSharding(mesh, P(*(None for _ in stacked), *spec(axes)))
-            out.append(jax.ShapeDtypeStruct((*stacked, *param.shape), param.dtype, sharding=placed))
+        for name, shape in _shapes(make).items():
+            placed = NamedSharding(mesh, P(*(None for _ in stacked), *spec(axes_of(name))))
+            out.append(jax.ShapeDtypeStruct((*stacked, *shape.shape), shape.dtype, sharding=placed))
         return cast(Leaves, tuple(out))
 
-    outer = leaves(lambda rngs: Outer(layout, kind, _layout(mesh), rngs=rngs))
+    outer = leaves(_outer(layout, kind, mesh))
     blocks = tuple(leaves(_block(layout, kind, mesh, first), count) for first, count in like_layers(config))
     return LoadedLlama(config, kind, Weights(outer, blocks), layerwise=False, layout=layout, mesh=mesh)
 
@@ -381,6 +374,17 @@ def _take_row(x: jax.Array, row: jax.Array) -> jax.Array:
     return jax.vmap(lambda xb, r: lax.dynamic_index_in_dim(xb, r, keepdims=False))(x, row)
 
 
+def _with_copies(config: LlamaConfig, copies: tuple[int, int]) -> LlamaConfig:
+    """The sizes of a model as it lies on a mesh, its query and key heads repeated so often."""
+    heads, kv_heads = config.num_heads * copies[0], config.num_kv_heads * copies[1]
+    return dataclasses.replace(config, num_heads=heads, num_kv_heads=kv_heads)
+
+
+def _outer(layout: LlamaConfig, dtype: jnp.dtype, mesh: Mesh | None) -> Callable[[nnx.Rngs], Outer]:
+    """How what stands outside the layers is made."""
+    return lambda rngs: Outer(layout, dtype, _layout(mesh), rngs=rngs)
+
+
 def _block(layout: LlamaConfig, dtype: jnp.dtype, mesh: Mesh | None, index: int) -> Callable[[nnx.Rngs], Block]:
     """How layer `index` is made."""
     lies = _layout(mesh, float8_names(layout, index))
@@ -408,20 +412,20 @@ def _merge(graphdef: nnx.GraphDef, tree: jax.tree_util.PyTreeDef, leaves: Leaves
 
 
 def _leaves(
-    make: Callable[[nnx.Rngs], nnx.Module],
+    names: list[str],
     arrays: dict[str, np.ndarray],
     place: Callable[[str, np.ndarray], jax.Array],
 ) -> Leaves:
-    """Arrays by name, which are used up -> the module's flat leaves in its own order, where they belong."""
+    """Arrays by name, which are used up -> a module's flat leaves, of these names, where they belong."""
     # Together: a thread that waits for the disk keeps no other from copying. Popped: what is read is let go.
     with ThreadPoolExecutor(4) as pool:
-        return tuple(pool.map(lambda name: place(name, arrays.pop(name)), leaf_names(make)))
+        return tuple(pool.map(lambda name: place(name, arrays.pop(name)), names))
 
 
-def leaf_names(make: Callable[[nnx.Rngs], nnx.Module]) -> list[str]:
-    """Our names (`weights.Row.ours`) of a module's flat leaves, in its own order."""
+def _shapes(make: Callable[[nnx.Rngs], nnx.Module]) -> dict[str, Any]:
+    """A module's flat leaves in its own order, shapes without arrays, by our names (`weights.Row.ours`)."""
     state = nnx.state(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
-    return ["_".join(path).removesuffix("_weight") for path, _ in nnx.to_flat_state(state)]
+    return {"_".join(path).removesuffix("_weight"): param for path, param in nnx.to_flat_state(state)}
 
 
 @partial(jax.jit, donate_argnums=0)

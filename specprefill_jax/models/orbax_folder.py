@@ -17,7 +17,7 @@ import os
 import re
 import threading
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -242,27 +242,36 @@ def read_file(path: Path, entry: FileEntry, into: np.ndarray | None = None) -> n
     """
     data = np.empty(entry.size, np.uint8) if into is None else into.reshape(-1).view(np.uint8)
     view, crc = memoryview(data), 0
-    try:
-        with path.open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != entry.size:
-                raise CheckpointError(f"{path}: has {size} bytes, {entry.size} were written: cut short or replaced")
-            done = 0
-            while done < size:
-                count = file.readinto(view[done : done + _BLOCK])
-                if not count:
-                    raise CheckpointError(f"{path}: ends at byte {done}, {size} were written")
-                crc = zlib.crc32(view[done : done + count], crc)
-                done += count
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    with _told(path), path.open("rb", buffering=0) as file:
+        _check_size(path, entry, os.fstat(file.fileno()).st_size)
+        done = 0
+        while done < entry.size:
+            count = file.readinto(view[done : done + _BLOCK])
+            if not count:
+                raise CheckpointError(f"{path}: ends at byte {done}, {entry.size} were written")
+            crc = zlib.crc32(view[done : done + count], crc)
+            done += count
     if crc != entry.crc32:
         raise CheckpointError(
             f"{path}: is damaged: its checksum is {crc:08x}, that of what was written {entry.crc32:08x}"
         )
     return data
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """What the operating system says against reading a file, as a `CheckpointError` that names it."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _check_size(path: Path, entry: FileEntry, size: int) -> None:
+    if size != entry.size:
+        raise CheckpointError(f"{path}: has {size} bytes, {entry.size} were written: cut short or replaced")
 
 
 class StoredArray:
@@ -403,16 +412,8 @@ def check_part(folder: Path, part: Part) -> None:
         if name not in weights:
             read_file(folder / name, entry)
             continue
-        try:
-            size = os.stat(folder / name).st_size
-        except FileNotFoundError:
-            raise CheckpointError(f"{folder / name}: no such file") from None
-        except OSError as error:
-            raise CheckpointError(f"{folder / name}: cannot be read: {error.strerror or error}") from error
-        if size != entry.size:
-            raise CheckpointError(
-                f"{folder / name}: has {size} bytes, {entry.size} were written: cut short or replaced"
-            )
+        with _told(folder / name):
+            _check_size(folder / name, entry, os.stat(folder / name).st_size)
 
 
 def _scratch(size: int, dtype: np.dtype) -> np.ndarray:

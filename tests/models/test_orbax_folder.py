@@ -431,6 +431,24 @@ def test_a_later_format(small, small_source):
 # Targets that are something else
 
 
+def test_a_lost_manifest_is_made_again_and_hides_no_other_model(small, small_source, tmp_path):
+    before = files_of(small)
+    (small / MANIFEST).unlink()
+    fails(small, "no such file", AGAIN)
+    # What is left is a model all the same: another one must not overwrite it.
+    fails(MAIN, "holds another model", "a model whose manifest is lost", call=lambda source: convert(source, small))
+    fails(small_source, "dtype 'float32'", call=lambda source: convert(source, small, "float32"))
+    assert convert(small_source, small).kept == 0
+    assert files_of(small) == before
+
+
+def test_a_folder_is_not_its_own_source(small):
+    before = files_of(small)
+    with pytest.raises(ArgumentError, match="target must be another folder than the source"):
+        convert(small, small)
+    assert files_of(small) == before
+
+
 def test_another_source(small, small_source, tmp_path):
     config = {**CONFIG, "vocab_size": 260}
     before = files_of(small)

@@ -1,23 +1,18 @@
 """What the report asks for and how it judges; what it compiles needs compilers that tests do not (`make aot`)."""
 
-import importlib.util
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
+from script_modules import load_script
 
 from specprefill_jax.sharding.aot import Report
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "aot_models.py"
 PAIR = "Llama-3.1-405B-FP8 + Llama-3.1-8B"
 
 
 @pytest.fixture(scope="module")
 def script():
-    found = importlib.util.spec_from_file_location("aot_models", SCRIPT)
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
+    return load_script("aot_models")
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,12 @@
 """The report's arguments; what it compiles needs compilers that tests do not (`make aot`)."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "aot_report.py"
+from script_modules import load_script
 
 
 @pytest.fixture(scope="module")
 def script():
-    found = importlib.util.spec_from_file_location("aot_report", SCRIPT)
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
+    return load_script("aot_report")
 
 
 @pytest.mark.parametrize(

@@ -1,25 +1,17 @@
 """scripts/bench_kernels.py: what its JSON file holds, its arithmetic, what it leaves out and why, and its errors."""
 
-import importlib.util
 import json
 import math
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from script_modules import load_script
 
 from specprefill_jax.errors import ArgumentError
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_kernels.py"
-spec = importlib.util.spec_from_file_location("bench_kernels_script", SCRIPT)
-assert spec is not None
-assert spec.loader is not None
-script = importlib.util.module_from_spec(spec)
-sys.modules["bench_kernels_script"] = script
-spec.loader.exec_module(script)
+script = load_script("bench_kernels")
 
 TINY = script.Shape(layers=2, kv_heads=2, heads=4, head_size=16)
 RATE = 5e9

@@ -1,6 +1,5 @@
 """scripts/generate.py as a command: what goes to stdout and what to stderr, exit statuses, and every kind of prompt."""
 
-import importlib.util
 import io
 import json
 import math
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import tokenizers
 from chunks import choice_of
+from script_modules import load_script
 
 import specprefill_jax
 from specprefill_jax.config import SamplingParams, SpecPrefillConfig
@@ -23,15 +23,9 @@ from specprefill_jax.selection import Reason, Selection, plan
 from specprefill_jax.timing import PHASES, PhaseClock
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "generate.py"
 TEXT = "The boat is green. The code is 1234. The river is slow. The cat sleeps. " * 10
 
-spec = importlib.util.spec_from_file_location("generate_script", SCRIPT)
-assert spec is not None
-assert spec.loader is not None
-script = importlib.util.module_from_spec(spec)
-sys.modules["generate_script"] = script
-spec.loader.exec_module(script)
+script = load_script("generate")
 
 
 class Bytes:

@@ -1,25 +1,19 @@
 """scripts/roofline.py: published sizes, rows, the reading of the paper's point, the JSON file, the plot, and errors."""
 
-import importlib.util
 import json
 import math
-import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from script_modules import load_script
 
 from specprefill_jax import costs
 from specprefill_jax.errors import ArgumentError
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "roofline.py"
-spec = importlib.util.spec_from_file_location("roofline_script", SCRIPT)
-assert spec is not None
-assert spec.loader is not None
-script = importlib.util.module_from_spec(spec)
-sys.modules["roofline_script"] = script
-spec.loader.exec_module(script)
+ROOT = Path(__file__).parents[2]
+script = load_script("roofline")
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -157,11 +151,10 @@ def test_plot(written):
 
 def test_committed_files_are_of_this_model(written):
     """benchmarks/roofline.json and docs/roofline.svg are what the script writes now."""
-    root = SCRIPT.parents[1]
-    committed = json.loads((root / "benchmarks" / "roofline.json").read_text())
+    committed = json.loads((ROOT / "benchmarks" / "roofline.json").read_text())
     for key in ("kind", "efficiency", "look_ahead", "chunk", "rows", "variants", "paper"):
         assert committed[key] == written[0][key]
-    plot = ElementTree.parse(root / "docs" / "roofline.svg").getroot()
+    plot = ElementTree.parse(ROOT / "docs" / "roofline.svg").getroot()
     assert ElementTree.tostring(plot) == ElementTree.tostring(written[1])
 
 
