@@ -10,12 +10,14 @@ import jax
 
 from specprefill_jax.errors import argument_error
 
-PHASES = ("tokenise", "speculate", "score", "main_prefill", "first_token", "decode")
-"""The phases in the order a prompt goes through them; a dense prefill spends nothing in `speculate` and `score`."""
+PHASES = ("tokenise", "queue", "speculate", "score", "main_prefill", "first_token", "decode")
+"""The phases in the order a prompt goes through them; a dense prefill spends nothing in `speculate` and `score`, and only
+an engine that reads several prompts lets one wait in `queue`."""
 
 LABELS: Mapping[str, str] = MappingProxyType(
     {
         "tokenise": "tokenise",
+        "queue": "wait in the queue",
         "speculate": "speculate",
         "score": "score and choose",
         "main_prefill": "main prefill",
@@ -50,6 +52,7 @@ class Timings:
 
     Attributes:
         tokenise: text or chat to token ids.
+        queue: waiting for the engine to begin.
         speculate: the speculator's prefill and look-ahead.
         score: token importance, chunk scores and the choice.
         main_prefill: the main model over the kept tokens (all of them when the prompt is read whole).
@@ -59,6 +62,7 @@ class Timings:
     """
 
     tokenise: float = 0.0
+    queue: float = 0.0
     speculate: float = 0.0
     score: float = 0.0
     main_prefill: float = 0.0

@@ -20,7 +20,7 @@ class Ticks:
 
 
 def test_phases_are_the_documented_ones_in_order() -> None:
-    assert PHASES == ("tokenise", "speculate", "score", "main_prefill", "first_token", "decode")
+    assert PHASES == ("tokenise", "queue", "speculate", "score", "main_prefill", "first_token", "decode")
     assert tuple(LABELS) == PHASES
 
 
@@ -33,7 +33,7 @@ def test_a_lap_starts_where_the_last_ended() -> None:
     clock.phase("decode")
     clock.count("decode", 9)
     timings = clock.stop()
-    assert [lap.seconds for lap in timings.laps()] == [0.5, 2.0, 0.25, 4.0, 0.25, 10.0]
+    assert [lap.seconds for lap in timings.laps()] == [0.5, 0.0, 2.0, 0.25, 4.0, 0.25, 10.0]
     assert timings.ttft == 7.0
     assert timings.total == 17.0
     assert timings.tokens == {"speculate": 2048, "main_prefill": 205, "first_token": 1, "decode": 9}
@@ -109,7 +109,7 @@ def test_seconds_out_of_range_are_refused(seconds: float) -> None:
 
 
 def test_unknown_phases_and_negative_counts_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="phase='warm' .*tokenise, speculate"):
+    with pytest.raises(ArgumentError, match="phase='warm' .*tokenise, queue, speculate"):
         PhaseClock("warm")
     clock = PhaseClock()
     with pytest.raises(ArgumentError, match="phase='prefill'"):

@@ -220,6 +220,8 @@ def _waterfall(run: Run, longest: float, single: bool) -> str:
 
     rows, at = [], 0.0
     for lap in run.timings.laps():
+        if lap.name == "queue" and not lap.seconds:
+            continue  # one prompt at a time never waits
         width = 100 * lap.seconds / longest
         colour = ' class="k"' if lap.name != "decode" else ""
         bar = f'<i{colour} style="margin-left:{100 * at / longest:.2f}%;width:{width:.2f}%"></i>' if lap.seconds else ""

@@ -41,6 +41,8 @@ def phase_table(report: Report) -> Table:
             table.add_column(heading, justify="right")
     for name in PHASES:
         laps = [_lap(run, name) for run in report.runs]
+        if name == "queue" and not any(lap.seconds for lap in laps):
+            continue  # one prompt at a time never waits
         row = [seconds(lap.seconds) if lap.seconds else "–" for lap in laps]
         if single:
             rate = laps[0].tokens_per_second if name in _RATED else None
