@@ -11,8 +11,8 @@ import jax
 from specprefill_jax.errors import argument_error
 
 PHASES = ("tokenise", "queue", "speculate", "score", "main_prefill", "first_token", "decode")
-"""The phases in the order a prompt goes through them; a dense prefill spends nothing in `speculate` and `score`, and only
-an engine that reads several prompts lets one wait in `queue`."""
+"""The phases in the order a prompt goes through them; a dense prefill spends nothing in `speculate` and `score`, and
+only an engine that reads several prompts lets one wait in `queue`."""
 
 LABELS: Mapping[str, str] = MappingProxyType(
     {
