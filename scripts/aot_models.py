@@ -138,7 +138,7 @@ def lower(case: Case, chip: str, args: Args) -> tuple[LoadedLlama, KVCache, jax.
         queries = split(whole(layers, 1, heads, width, dtype=model.dtype), P(None, None, "tensor"))
         hidden = whole(1, model.config.hidden_size, dtype=jnp.float32)
         lowered = reader.decode.lower(
-            model.weights, hidden, queries, cache, whole(1), whole(MAX_EOS_IDS), count=LOOK_AHEAD
+            model.weights, hidden, queries, cache, whole(1), whole(1, MAX_EOS_IDS), count=LOOK_AHEAD
         )
     else:
         queries = split(whole(layers, 1, LOOK_AHEAD, heads, width, dtype=model.dtype), P(None, None, None, "tensor"))

@@ -357,13 +357,13 @@ class SpecPrefill:
     def _select(self, ids: np.ndarray, tail: int, config: SpecPrefillConfig, marks: Marks | None) -> Selection:
         """Plan on the host, then enqueue speculation, scoring and choice on the device; waits for nothing."""
         look_ahead = config.look_ahead or self.default_look_ahead
-        gain = partial(self._gain, len(ids), look_ahead)
+        gain = partial(self.predicted_gain, len(ids), look_ahead)
         planned = plan(len(ids), config, generation_tail=tail, predicted_gain=gain)
         if not planned.engaged:
             if marks is not None:
                 marks.clock.phase("main_prefill")
             return Selection(planned)
-        ends = self._look_ahead_ends(config)
+        ends = self.look_ahead_ends(config)
         try:
             return self._score(ids, planned, config, look_ahead, ends, marks)
         except Exception as error:
@@ -456,21 +456,29 @@ class SpecPrefill:
         detail = f"{type(error).__name__}: {error}"
         return Selection.whole(len(ids), Reason.SPECULATOR_FAILED, chunk_size=config.chunk_size, detail=detail)
 
-    def _gain(self, num_tokens: int, look_ahead: int, kept_tokens: int) -> float:
+    def predicted_gain(self, num_tokens: int, look_ahead: int, kept_tokens: int, cached_tokens: int = 0) -> float:
+        """Predicted speed-up of the first token; of the prompt, so many tokens need not be read by a dense prefill."""
         main, draft = self.main, self.speculator.model
-        return costs.predict(
-            main.config,
-            draft.config,
-            num_tokens,
-            kept_tokens,
-            look_ahead,
-            self.machine,
-            main_fp8_layers=main.native_float8_layers,
-            main_bytes=main.dtype.itemsize,
-            speculator_bytes=draft.dtype.itemsize,
-        ).gain
 
-    def _look_ahead_ends(self, config: SpecPrefillConfig) -> tuple[int, ...]:
+        def predict(tokens: int, kept: int) -> costs.Prediction:
+            return costs.predict(
+                main.config,
+                draft.config,
+                tokens,
+                kept,
+                look_ahead,
+                self.machine,
+                main_fp8_layers=main.native_float8_layers,
+                main_bytes=main.dtype.itemsize,
+                speculator_bytes=draft.dtype.itemsize,
+            )
+
+        whole = predict(num_tokens, kept_tokens)
+        if not cached_tokens:
+            return whole.gain
+        return max(whole.dense - predict(cached_tokens, cached_tokens).dense, 1e-9) / whole.total
+
+    def look_ahead_ends(self, config: SpecPrefillConfig) -> tuple[int, ...]:
         """Ids that end the look-ahead. They say nothing of where the answer ends: that is the main model's own."""
         given = config.eos_token_ids
         ids = self.speculator.model.config.eos_token_ids if given is None else given

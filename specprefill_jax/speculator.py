@@ -6,14 +6,15 @@ What it leaves are the queries that score the prompt and its cache, whose keys t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from specprefill_jax.cache import KVCache, capacity_for
-from specprefill_jax.models.loaded import LoadedLlama, Step, Weights
+from specprefill_jax.cache import capacity_for
+from specprefill_jax.models.loaded import Cache, LoadedLlama, Step, Weights
 from specprefill_jax.prefill import padded, prefill
 
 MAX_EOS_IDS = 16
@@ -26,8 +27,8 @@ class LookAhead:
 
     queries: jax.Array
     """[L, B, Q, N, H] post-RoPE queries: of the last prompt token, then of the first Q-1 generated tokens."""
-    cache: KVCache
-    """Its cache; slot i holds prompt token i, generated tokens follow."""
+    cache: Any
+    """Its cache, `KVCache` or `PagedCache`; slot i holds prompt token i, generated tokens follow."""
     tokens: jax.Array
     """[B, Q] int32 greedy tokens; the last is never fed back."""
     num_queries: jax.Array
@@ -66,19 +67,32 @@ class Speculator:
             capacity=capacity_for(max(total, size + look_ahead - 1)),
             chunk=self.chunk,
         )
-        ends = np.full(MAX_EOS_IDS, -1, np.int32)
-        ends[: len(eos_token_ids)] = eos_token_ids
-        if self.model.layerwise:
-            return self._decode_layerwise(step, size, ends, look_ahead)
-        length = np.full((1,), size, np.int32)
-        return self.decode(self.model.weights, step.hidden, step.queries, step.cache, length, ends, count=look_ahead)
+        return self.look_ahead(step, np.full((1,), size, np.int32), [eos_token_ids], look_ahead)
 
-    def _decode_layerwise(self, step: Step, size: int, ends: np.ndarray, count: int) -> LookAhead:
+    def look_ahead(
+        self, step: Step, lengths: np.ndarray, eos_token_ids: Sequence[Sequence[int]], count: int
+    ) -> LookAhead:
+        """Decode greedily from where a prefill ended; nothing waits for the device.
+
+        Args:
+            step: of B prompts' last tokens; its cache is consumed.
+            lengths: int32 [B] tokens of each prompt.
+            eos_token_ids: of each prompt, ids that end its look-ahead, at most MAX_EOS_IDS.
+            count: Q, the number of queries; Q - 1 decode steps.
+        """
+        ends = np.full((len(lengths), MAX_EOS_IDS), -1, np.int32)
+        for row, ids in zip(ends, eos_token_ids, strict=True):
+            row[: len(ids)] = ids
+        if self.model.layerwise:
+            return self._decode_layerwise(step, lengths, ends, count)
+        return self.decode(self.model.weights, step.hidden, step.queries, step.cache, lengths, ends, count=count)
+
+    def _decode_layerwise(self, step: Step, lengths: np.ndarray, ends: np.ndarray, count: int) -> LookAhead:
         """The same loop driven by the host, which never waits: unrolled layers would take XLA half a minute."""
-        row = np.zeros((1,), np.int32)
+        row = np.zeros_like(lengths)
         queries, tokens = [step.queries], [self._greedy(self.model.weights, step.hidden)]
         for i in range(count - 1):
-            at = np.full((1,), size + i, np.int32)
+            at = lengths + np.int32(i)
             step = self.model.step(tokens[-1][:, None], at[:, None], step.cache, at, row)
             queries.append(step.queries)
             tokens.append(self._greedy(self.model.weights, step.hidden))
@@ -94,7 +108,7 @@ class Speculator:
         weights: Weights,
         hidden: jax.Array,
         queries: jax.Array | tuple[jax.Array, ...],
-        cache: KVCache,
+        cache: Cache,
         length: jax.Array,
         eos: jax.Array,
         *,
@@ -102,7 +116,7 @@ class Speculator:
     ) -> LookAhead:
         """Greedy look-ahead as one `lax.scan`, for a scanned model."""
 
-        def step(carry: tuple[jax.Array, KVCache, jax.Array], _: None) -> tuple[tuple, tuple]:
+        def step(carry: tuple[jax.Array, Cache, jax.Array], _: None) -> tuple[tuple, tuple]:
             token, cache, at = carry
             done = self.model.run(weights, token[:, None], at[:, None], cache, at, jnp.zeros_like(at))
             token = self._greedy_fn(weights, done.hidden)
@@ -120,7 +134,7 @@ def _collect(
     """Q steps' queries and tokens [B] -> queries [L, B, Q, N, H], tokens [B, Q], and how many queries count [B]."""
     stacked = jnp.stack([jnp.stack(q) if isinstance(q, tuple) else q for q in queries], axis=2)
     out = jnp.stack(tokens, axis=1)
-    ended = (out[:, :, None] == eos).any(-1)
+    ended = (out[:, :, None] == eos[:, None]).any(-1)
     # Queries after the first end of sequence do not count; the one that produced it does.
     before = jnp.cumsum(ended, axis=1) - ended == 0
     return stacked, out, before.sum(axis=1, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it. No JAX here."""
+"""What goes into the engine and what comes out of it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,11 +9,9 @@ import numpy as np
 from specprefill_jax.config import SamplingParams, SpecPrefillConfig, check_integer, check_real
 from specprefill_jax.decode import TokenLogprobs
 from specprefill_jax.errors import SpecPrefillError
+from specprefill_jax.models.paged import PAGE
 from specprefill_jax.selection import Selection
 from specprefill_jax.timing import PhaseClock, Timings
-
-PAGE = 32
-"""Tokens of a page of the KV cache, and of a chunk that is kept or dropped whole by default."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

@@ -11,6 +11,7 @@ and an online softmax (Milakov and Gimelshein, arXiv 1805.02867) in float32. GPU
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -27,6 +28,7 @@ DIAGONAL_BLOCK = 256
 DECODE_KEY_BLOCK = 1024
 ACCELERATOR_DECODE_KEY_BLOCK = 16384
 Carry = tuple[jax.Array, jax.Array, jax.Array]
+Keys = Callable[[jax.Array, jax.Array, jax.Array, int], tuple[jax.Array, jax.Array]]
 MASKED = -1e30  # finite: exp(MASKED - MASKED) must not be NaN
 
 
@@ -51,26 +53,34 @@ def write(cache: KVCache, layer: jax.Array, start: jax.Array, k: jax.Array, v: j
     return KVCache(put(cache.k, k), put(cache.v, v), cache.positions)
 
 
+def row(cache: KVCache, layer: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys and values of one layer, in the order of slots: each [B, S, K, H]."""
+
+    def one(x: jax.Array) -> jax.Array:
+        # [B, K, S, H] -> [B, S, K, H]
+        return jnp.swapaxes(lax.dynamic_index_in_dim(x, layer, keepdims=False), 1, 2)
+
+    return one(cache.k), one(cache.v)
+
+
 def attend_fused(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    cache: KVCache,
-    layer: jax.Array,
+    earlier: tuple[jax.Array, jax.Array],
     start: jax.Array,
     implementation: Literal["cudnn", "xla"],
 ) -> jax.Array:
     """The same as `attend` for T > 1, by a flash kernel: over the earlier slots, over the new tokens, then merged.
 
     Args:
-        q, cache, layer, start: see `attend`.
+        q, start: see `attend`.
         k, v: [B, T, K, H] the new tokens' keys and values.
+        earlier: keys and values of the slots, each [B, S, K, H], of which those below start[b] are attended to.
         implementation: of `jax.nn.dot_product_attention`: "cudnn" takes half precision on an NVIDIA GPU, "xla" is for
             tests.
     """
     fused = partial(jax.nn.dot_product_attention, implementation=implementation, return_residual=True)
-    # [B, K, S, H] -> [B, S, K, H]
-    earlier = [jnp.swapaxes(lax.dynamic_index_in_dim(x, layer, keepdims=False), 1, 2) for x in (cache.k, cache.v)]
     # With no earlier slot, one is attended to all the same, and counts for nothing: kernels differ on empty sums.
     before, weight_before = fused(q, *earlier, key_value_seq_lengths=jnp.maximum(start, 1))
     weight_before = jnp.where((start > 0)[:, None, None], weight_before, MASKED)
@@ -111,8 +121,26 @@ def _key_block(most: int, capacity: int) -> int:
 
 
 def _attend_many(q: jax.Array, cache: KVCache, layer: jax.Array, start: jax.Array) -> jax.Array:
+    size = q.shape[3]
+
+    def keys(b: jax.Array, head: jax.Array, slot: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+        at, shape = (layer, b, head, slot, 0), (1, 1, 1, count, size)
+        return lax.dynamic_slice(cache.k, at, shape)[0, 0, 0], lax.dynamic_slice(cache.v, at, shape)[0, 0, 0]
+
+    return attend_blocks(q, keys, start, *cache.k.shape[2:4])
+
+
+def attend_blocks(q: jax.Array, keys: Keys, start: jax.Array, kv_heads: int, capacity: int) -> jax.Array:
+    """The same as `attend` for T > 1, over whatever holds the keys.
+
+    Args:
+        q: [B, T, N, H] queries after RoPE.
+        keys: from row, key head, first slot and a static count of slots to their keys and values, each [count, H].
+        start: [B] int32, slot of the first query of each row.
+        kv_heads: K.
+        capacity: slots of a row.
+    """
     batch, tokens, heads, size = q.shape
-    kv_heads, capacity = cache.k.shape[2:4]
     group = heads // kv_heads
     scale = 1.0 / math.sqrt(size)
     key_block = _key_block(KEY_BLOCK, capacity)
@@ -130,10 +158,6 @@ def _attend_many(q: jax.Array, cache: KVCache, layer: jax.Array, start: jax.Arra
         first = start[b] + offset
         qb = lax.dynamic_slice(q, (b, head, offset * group, 0), (1, 1, rows * group, size))[0, 0]
 
-        def keys(slot: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-            at, shape = (layer, b, head, slot, 0), (1, 1, 1, count, size)
-            return lax.dynamic_slice(cache.k, at, shape)[0, 0, 0], lax.dynamic_slice(cache.v, at, shape)[0, 0, 0]
-
         carry = (
             jnp.full((rows * group,), MASKED),
             jnp.zeros((rows * group,)),
@@ -143,11 +167,11 @@ def _attend_many(q: jax.Array, cache: KVCache, layer: jax.Array, start: jax.Arra
         whole = first // key_block
 
         def earlier(j: jax.Array, carry: Carry) -> Carry:
-            return _step(qb, *keys(j * key_block, key_block), carry, scale, None)
+            return _step(qb, *keys(b, head, j * key_block, key_block), carry, scale, None)
 
         def rest(_: jax.Array, carry: Carry) -> Carry:
             seen = whole * key_block + jnp.arange(key_block) < first
-            return _step(qb, *keys(whole * key_block, key_block), carry, scale, seen[None])
+            return _step(qb, *keys(b, head, whole * key_block, key_block), carry, scale, seen[None])
 
         carry = lax.fori_loop(0, whole, earlier, carry)
         carry = lax.fori_loop(0, (first % key_block > 0).astype(jnp.int32), rest, carry)
@@ -157,7 +181,7 @@ def _attend_many(q: jax.Array, cache: KVCache, layer: jax.Array, start: jax.Arra
             width = min(DIAGONAL_BLOCK, rows - left)
             # A constant made on the host: XLA would redo the division for every score.
             seen = jnp.arange(width) <= (np.arange((rows - left) * group, dtype=np.int32) // group)[:, None]
-            k, v = keys(first + left, width)
+            k, v = keys(b, head, first + left, width)
             carry = _step(qb[left * group :], k, v, carry, scale, seen)
             _, total, out = carry
             done.append(out[: width * group] / total[: width * group, None])

@@ -30,16 +30,18 @@ from jax.typing import ArrayLike
 
 from specprefill_jax.cache import KVCache, cache_spec, make_cache
 from specprefill_jax.errors import argument_error
-from specprefill_jax.models import attention
+from specprefill_jax.models import attention, paged
 from specprefill_jax.models.checkpoint import Checkpoint
 from specprefill_jax.models.config import DTYPES, LlamaConfig
 from specprefill_jax.models.llama import Block, Layout, Outer
+from specprefill_jax.models.paged import PagedCache, make_paged_cache, paged_spec
 from specprefill_jax.models.rope import Rotation, frequencies, rotation
 from specprefill_jax.models.weights import axes_of, copy_heads, float8_names
 from specprefill_jax.sharding.mesh import NATIVE_FLOAT8, check_mesh, compute_capability, platform
 from specprefill_jax.sharding.rules import TENSOR, batch_letter, check_divides, head_copies, sharding, spec
 
 Leaves = tuple[jax.Array, ...]
+Cache = KVCache | PagedCache
 
 
 @jax.tree_util.register_dataclass
@@ -61,7 +63,8 @@ class Step:
     """[B, E] float32 hidden state, after the last layer, of the token that was asked for in each row."""
     queries: jax.Array | tuple[jax.Array, ...]
     """L arrays [B, N, H], or one stacked [L, B, N, H]: that token's queries, after RoPE, as attention used them."""
-    cache: KVCache
+    cache: Any
+    """The cache that was given, `KVCache` or `PagedCache`, with the new tokens in it."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +102,9 @@ class LoadedLlama:
         cudnn = half and compute_capability(mesh) >= (8, 0)
         self.fused_attention: Literal["cudnn", "xla"] | None = "cudnn" if cudnn else None
         """The fused kernel that prefills, see `attention.attend_fused`; None: `attention.attend`."""
-        accelerator = platform(mesh) != "cpu"
-        self._decode_block = attention.ACCELERATOR_DECODE_KEY_BLOCK if accelerator else attention.DECODE_KEY_BLOCK
+        self._accelerator = platform(mesh) != "cpu"
+        most = attention.ACCELERATOR_DECODE_KEY_BLOCK if self._accelerator else attention.DECODE_KEY_BLOCK
+        self._decode_block = most
         self._inv_freq, self._rope_scaling = frequencies(config.rope, config.head_dim)
         self._outer_def, self._outer_tree = _abstract(_outer(self.layout, dtype, mesh))
         self.runs = tuple(
@@ -112,7 +116,7 @@ class LoadedLlama:
         self._begin = jax.jit(self._begin_fn, donate_argnames="cache")
         self._block = jax.jit(self._block_fn, donate_argnames=("x", "cache"), static_argnames="run")
         self._take = jax.jit(_take_row)
-        self.scanned = self.jit(self.run, donate_argnames="cache")
+        self.scanned = self.jit(self.run, donate_argnames="cache", static_argnames="every")
         """Compiled `run`, of a scanned model."""
         self.logits: Callable[[Weights, jax.Array], jax.Array] = self.jit(
             self.logits_fn, out_shardings=None if mesh is None else self.whole
@@ -145,7 +149,20 @@ class LoadedLlama:
         """An empty cache in this model's dtype."""
         return make_cache(self.layout, batch, capacity, self.dtype, self.mesh)
 
-    def step(self, tokens: ArrayLike, positions: ArrayLike, cache: KVCache, start: ArrayLike, row: ArrayLike) -> Step:
+    def new_pages(self, count: int) -> PagedCache:
+        """An empty paged cache in this model's dtype, page 0 included in its `count` pages."""
+        return make_paged_cache(self.layout, count, self.dtype, self.mesh)
+
+    def step(
+        self,
+        tokens: ArrayLike,
+        positions: ArrayLike,
+        cache: Cache,
+        start: ArrayLike,
+        row: ArrayLike,
+        *,
+        every: bool = False,
+    ) -> Step:
         """Run one forward pass from the host; the cache is consumed (donated) and comes back in the result.
 
         Args:
@@ -154,9 +171,10 @@ class LoadedLlama:
             cache: where keys and values go; slots below `start` are attended to.
             start: [B] int32, slot of each row's first token; start + T must not exceed the capacity.
             row: [B] int32 in 0..T-1, the token of each row whose hidden state and queries are returned.
+            every: return the hidden states of all tokens, [B, T, E].
         """
         run = self.run if self.layerwise else self.scanned
-        return run(self.weights, tokens, positions, cache, start, row)
+        return run(self.weights, tokens, positions, cache, start, row, every=every)
 
     @contextlib.contextmanager
     def one_layer(self) -> Iterator[None]:
@@ -175,9 +193,11 @@ class LoadedLlama:
         weights: Weights,
         tokens: ArrayLike,
         positions: ArrayLike,
-        cache: KVCache,
+        cache: Cache,
         start: ArrayLike,
         row: ArrayLike,
+        *,
+        every: bool = False,
     ) -> Step:
         """The forward pass as a function of its weights, for use within another compiled program; see `step`."""
         x, by, cache = self._begin(weights.outer, tokens, positions, cache, start)
@@ -187,32 +207,34 @@ class LoadedLlama:
                 for i in range(run.first, run.first + (1 if self._one_layer else run.count)):
                     x, cache, q = self._block(weights.blocks[i], x, by, cache, self._layers[i], start, row, run=run)
                     queries += [q] * (run.count if self._one_layer else 1)
-            return Step(self._take(x, row), tuple(queries), cache)
+            return Step(x if every else self._take(x, row), tuple(queries), cache)
 
         stacked = []
         for run, leaves in zip(self.runs, weights.blocks, strict=True):
 
             def body(
-                carry: tuple[jax.Array, KVCache], xs: Any, run: Run = run
-            ) -> tuple[tuple[jax.Array, KVCache], jax.Array]:
+                carry: tuple[jax.Array, Cache], xs: Any, run: Run = run
+            ) -> tuple[tuple[jax.Array, Cache], jax.Array]:
                 x, cache, q = self._block(xs[0], carry[0], by, carry[1], xs[1], start, row, run=run)
                 return (x, cache), q
 
             layers = jnp.arange(run.first, run.first + run.count)
             (x, cache), q = lax.scan(body, (x, cache), (leaves, layers))
             stacked.append(q)
-        return Step(self._take(x, row), jnp.concatenate(stacked) if len(stacked) > 1 else stacked[0], cache)
+        hidden = x if every else self._take(x, row)
+        return Step(hidden, jnp.concatenate(stacked) if len(stacked) > 1 else stacked[0], cache)
 
     def logits_fn(self, weights: Weights, hidden: jax.Array) -> jax.Array:
         """Next-token logits, float32 [B, V], of hidden states [B, E]."""
         return _merge(self._outer_def, self._outer_tree, weights.outer).logits(hidden)
 
     def _begin_fn(
-        self, outer: Leaves, tokens: jax.Array, positions: jax.Array, cache: KVCache, start: jax.Array
-    ) -> tuple[jax.Array, Rotation, KVCache]:
+        self, outer: Leaves, tokens: jax.Array, positions: jax.Array, cache: Cache, start: jax.Array
+    ) -> tuple[jax.Array, Rotation, Cache]:
         x = _merge(self._outer_def, self._outer_tree, outer).embedding(tokens)
-        stored = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, axis=0))
-        cache = KVCache(cache.k, cache.v, stored(cache.positions, positions, start))
+        if isinstance(cache, KVCache):
+            stored = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, axis=0))
+            cache = KVCache(cache.k, cache.v, stored(cache.positions, positions, start))
         return x, rotation(positions, self._inv_freq, self._rope_scaling), cache
 
     def _block_fn(
@@ -220,27 +242,35 @@ class LoadedLlama:
         leaves: Leaves,
         x: jax.Array,
         by: Rotation,
-        cache: KVCache,
+        cache: Cache,
         layer: jax.Array,
         start: jax.Array,
         row: jax.Array,
         *,
         run: Run,
-    ) -> tuple[jax.Array, KVCache, jax.Array]:
+    ) -> tuple[jax.Array, Cache, jax.Array]:
         block = _merge(run.definition, run.tree, leaves)
         seen: list = []
 
         def local(
-            q: jax.Array, k: jax.Array, v: jax.Array, cache: KVCache, layer: jax.Array, start: jax.Array
-        ) -> tuple[KVCache, jax.Array]:
+            q: jax.Array, k: jax.Array, v: jax.Array, cache: Cache, layer: jax.Array, start: jax.Array
+        ) -> tuple[Cache, jax.Array]:
+            fused = self.fused_attention if q.shape[1] > 1 else None
+            if isinstance(cache, PagedCache):
+                pages = paged.write(cache, layer, start, k, v)
+                if fused is not None:
+                    return pages, attention.attend_fused(q, k, v, paged.row(pages, layer), start, fused)
+                return pages, paged.attend(q, pages, layer, start, accelerator=self._accelerator)
             written = attention.write(cache, layer, start, k, v)
-            if self.fused_attention is not None and q.shape[1] > 1:
-                return written, attention.attend_fused(q, k, v, written, layer, start, self.fused_attention)
+            if fused is not None:
+                return written, attention.attend_fused(q, k, v, attention.row(written, layer), start, fused)
             return written, attention.attend(q, written, layer, start, self._decode_block)
 
         if self.mesh is not None:  # each device attends with its own heads; left to itself, XLA would gather them
-            rows = batch_letter(self.mesh, len(x))
-            q_spec, kv_spec, cache_specs = spec(f"{rows}TNH"), spec(f"{rows}TKH"), cache_spec(self.mesh, len(x))
+            in_pages = isinstance(cache, PagedCache)
+            rows = "b" if in_pages else batch_letter(self.mesh, len(x))
+            cache_specs = paged_spec() if in_pages else cache_spec(self.mesh, len(x))
+            q_spec, kv_spec = spec(f"{rows}TNH"), spec(f"{rows}TKH")
             arguments = (q_spec, kv_spec, kv_spec, cache_specs, P(), spec(rows))
             local = jax.shard_map(
                 local, mesh=self.mesh, in_specs=arguments, out_specs=(cache_specs, q_spec), check_vma=False
@@ -398,6 +428,7 @@ def _layout(mesh: Mesh | None, float8: frozenset[str] = frozenset()) -> Layout:
         native=multiplies_float8(mesh),
         mesh=mesh if mesh is not None and mesh.shape[TENSOR] > 1 else None,
         least_rows=8 if platform(mesh) == "gpu" else 1,
+        turned=platform(mesh) == "cpu",
     )
 
 

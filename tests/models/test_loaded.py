@@ -79,7 +79,9 @@ def test_attention_equals_a_plain_softmax(tokens, start, form):
         actual = np.asarray(attention.attend(q, cache, layer, at, attention.ACCELERATOR_DECODE_KEY_BLOCK))
     else:
         new = [np.stack([x[1, b, :, f : f + tokens].swapaxes(0, 1) for b, f in enumerate(starts)]) for x in (k, v)]
-        actual = np.asarray(attention.attend_fused(jnp.asarray(q), *map(jnp.asarray, new), cache, layer, at, "xla"))
+        actual = np.asarray(
+            attention.attend_fused(jnp.asarray(q), *map(jnp.asarray, new), attention.row(cache, layer), at, "xla")
+        )
     for b, first in enumerate(starts):
         for n in range(heads):
             keys, values = (x[1, b, n // 3, : first + tokens].astype(np.float64) for x in (k, v))

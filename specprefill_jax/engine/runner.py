@@ -1,0 +1,410 @@
+"""Everything compiled that the engine needs, the caches and the decode state on the device.
+
+Shapes come from a few buckets, so that `warm_up` can compile all there will ever be. Nothing here knows of requests.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from specprefill_jax.cache import KVCache
+from specprefill_jax.config import MAX_LOGPROBS
+from specprefill_jax.engine.scheduler import MAX_LOOK_AHEAD_ROWS
+from specprefill_jax.models.loaded import LoadedLlama, Step, Weights
+from specprefill_jax.models.paged import PAGE, PagedCache
+from specprefill_jax.sampling import SamplingArrays, mark_seen, sample, token_logprobs
+from specprefill_jax.scoring import score_and_choose
+from specprefill_jax.selection import Plan, num_chunks
+from specprefill_jax.speculator import LookAhead, Speculator
+
+LOGPROB_ROWS = 64
+"""Prompt tokens whose logits exist at the same time."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """What decoding carries from step to step, by row; the last row is nobody's, for padding."""
+
+    tokens: jax.Array
+    """[R] int32 the token that each row got last."""
+    seen: jax.Array
+    """[R, V] bool the tokens of prompt and answer, for the repetition penalty; right only where there is one."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Batch:
+    """The rows of one decode step, or the one whose first token is chosen; numpy arrays."""
+
+    rows: Any
+    """[B] int32 rows of the state."""
+    settings: SamplingArrays
+    index: Any
+    """[B] int32, which of its tokens each row is to get."""
+    top_n: Any
+    """[B] int32 likeliest tokens whose log-probabilities are wanted; below 0: none, nor the token's own."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Chosen:
+    """Tokens that are on their way to the host."""
+
+    tokens: jax.Array
+    """[B] int32."""
+    logprobs: tuple[jax.Array, jax.Array, jax.Array]
+    """As of `token_logprobs`, for MAX_LOGPROBS; zeros where no row wants any."""
+
+
+class Runner:
+    """Two models on their devices, with a paged cache each."""
+
+    def __init__(
+        self,
+        main: LoadedLlama,
+        speculator: Speculator,
+        *,
+        kernels: str,
+        max_running: int,
+        chunk: int,
+        max_model_len: int,
+        num_pages: int,
+        num_draft_pages: int,
+    ):
+        """Allocate caches of `num_pages` and `num_draft_pages` pages, page 0 included; see `Engine` for the rest."""
+        self.main, self.speculator = main, speculator
+        self.draft = speculator.model
+        self.kernels = kernels
+        self.max_running = max_running
+        self.num_pages, self.num_draft_pages = num_pages, num_draft_pages
+        self.width = -(-max_model_len // PAGE)
+        """Pages of a row's table."""
+        self.max_model_len = max_model_len
+        self.lengths = _lengths(chunk)
+        """Tokens of a prefill piece, by compiled program."""
+        self.rows = _powers(max_running)
+        self.sizes = _sizes(max_model_len)
+        """Prompt lengths that are scored, by compiled program."""
+        self._choose = main.jit(self._choose_fn, donate_argnames="state")
+        self._decode = main.jit(self._decode_fn, donate_argnames=("cache", "state"))
+        self._prompt_logprobs = main.jit(self._prompt_logprobs_fn)
+        self._last_tokens = jax.jit(lambda state, rows: state.tokens[rows][:, None])
+        self._fill_seen = jax.jit(_fill_seen, donate_argnames="state")
+        self._join = jax.jit(_join)
+        self._keys = jax.jit(_keys)
+        self.cache: Any
+        self.draft_cache: Any
+        self.state: Any
+        self.reset()
+
+    @property
+    def eager(self) -> bool:
+        """Whether results are best waited for at once: enqueuing a layerwise model takes as long as running it."""
+        return self.main.layerwise
+
+    @property
+    def intact(self) -> bool:
+        """Whether the caches are still there: a program that failed may have consumed one."""
+        return not any(leaf.is_deleted() for leaf in jax.tree.leaves((self.cache, self.draft_cache, self.state)))
+
+    def reset(self) -> None:
+        """Empty caches, no state."""
+        self.cache = self.draft_cache = self.state = None  # the old ones go before the new ones come
+        self.cache = self.main.new_pages(self.num_pages)
+        self.draft_cache = self.draft.new_pages(self.num_draft_pages)
+        rows, vocabulary = self.max_running + 1, self.main.config.vocab_size
+        put = self.main.put
+        self.state = State(put(np.zeros(rows, np.int32)), put(np.zeros((rows, vocabulary), np.bool_)))
+
+    def speculate(self, tokens: np.ndarray, start: int, pages: Sequence[int]) -> Step:
+        """The speculator reads `tokens` [T] into the slots from `start` on, a multiple of PAGE, of these pages."""
+        step = self._read(self.draft, self.draft_cache, tokens, np.arange(start, start + len(tokens)), start, pages)
+        self.draft_cache = step.cache
+        return Step(step.hidden, step.queries, None)
+
+    def look_ahead(
+        self, steps: Sequence[Step], lengths: Sequence[int], pages: Sequence[Sequence[int]], ends: Any, count: int
+    ) -> LookAhead:
+        """Decode for several prompts whose last pieces left `steps`; rows of padding follow theirs."""
+        size = _up(_powers(MAX_LOOK_AHEAD_ROWS), len(steps))
+        extra = size - len(steps)
+        hidden, queries = self._join([(s.hidden, s.queries) for s in [*steps, *[steps[0]] * extra]])
+        tables = self.draft.put(self._tables([*pages, *[()] * extra]))
+        at = np.array([*lengths, *[0] * extra], np.int32)
+        step = Step(hidden, queries, self.draft_cache.of(tables))
+        ahead = self.speculator.look_ahead(step, at, [*ends, *[()] * extra], count)
+        self.draft_cache = ahead.cache
+        return ahead
+
+    def score(
+        self, ahead: LookAhead, index: int, tokens: np.ndarray, pages: Sequence[int], plan: Plan, pool_width: int
+    ) -> tuple[jax.Array, ...]:
+        """Importance, chunk scores, choice, number of queries and tokens of the prompt in row `index` of a look-ahead.
+
+        Args:
+            ahead: of `look_ahead`.
+            index: the prompt's row in it.
+            tokens: int32 [M], the prompt.
+            pages: of the speculator's cache.
+            plan: what is to be chosen.
+            pool_width: of the settings.
+        """
+        size = _up(self.sizes, len(tokens))
+        table = np.zeros(size // PAGE, np.int32)
+        table[: min(len(pages), len(table))] = pages[: len(table)]
+        k = self._keys(self.draft_cache.k, self.draft.put(table))
+        none = jnp.zeros((0,), k.dtype)
+        row = _row(ahead, np.int32(index), KVCache(k, none, none))
+        ids = np.zeros((1, size), np.int32)
+        ids[0, : len(tokens)] = tokens
+        chunk = min(plan.chunk_size, size)
+        return score_and_choose(
+            row,
+            ids,
+            np.full((1,), len(tokens), np.int32),
+            plan.forced_mask(num_chunks(size, chunk))[None],
+            np.full((1,), plan.num_chunks, np.int32),
+            np.full((1,), plan.kept_chunks, np.int32),
+            size=size,
+            pool_width=pool_width,
+            chunk_size=chunk,
+            kept_size=size,
+            backend=self.kernels,
+            mesh=self.draft.mesh,
+        )
+
+    def prefill(self, tokens: np.ndarray, positions: np.ndarray, start: int, pages: Sequence[int]) -> jax.Array:
+        """The main model reads `tokens` [T] at `positions` into slots from `start` on, a multiple of PAGE.
+
+        Returns the last token's hidden state [1, E].
+        """
+        step = self._read(self.main, self.cache, tokens, positions, start, pages)
+        self.cache = step.cache
+        return step.hidden
+
+    def prefill_with_logprobs(
+        self, tokens: np.ndarray, following: np.ndarray, start: int, pages: Sequence[int]
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+        """The same for a prompt that is read whole, and `token_logprobs` of the token after each of `tokens`."""
+        positions = np.arange(start, start + len(tokens))
+        step = self._read(self.main, self.cache, tokens, positions, start, pages, every=True)
+        self.cache = step.cache
+        targets = np.zeros(step.hidden.shape[1], np.int32)
+        targets[: len(following)] = following
+        last = np.int32(len(tokens) - 1)
+        hidden, logprobs = self._prompt_logprobs(self.main.weights, step.hidden, targets, last)
+        return hidden, logprobs
+
+    def fill_seen(self, row: int, tokens: np.ndarray) -> None:
+        """Tell the repetition penalty of a row's tokens so far."""
+        ids = np.full(_up(self.sizes, len(tokens)), self.main.config.vocab_size, np.int32)
+        ids[: len(tokens)] = tokens
+        self.state = self._fill_seen(self.state, np.int32(row), self.main.put(ids))
+
+    def choose(self, hidden: jax.Array, batch: Batch) -> Chosen:
+        """The token after hidden states [B, E]; the rows' state knows it from now on."""
+        self.state, chosen = self._choose(self.main.weights, hidden, self.state, batch)
+        return chosen
+
+    def decode(self, batch: Batch, positions: np.ndarray, slots: np.ndarray, pages: Sequence[Sequence[int]]) -> Chosen:
+        """Feed each row its last token, at `positions` and `slots` [B], and choose the next; B is one of `rows`."""
+        cache = self.cache.of(self.main.put(self._tables(pages)))
+        step = self._decode_fn if self.eager else self._decode
+        self.cache, self.state, chosen = step(self.main.weights, cache, self.state, batch, positions, slots)
+        return chosen
+
+    def warm_up(
+        self, look_aheads: Sequence[int], pool_width: int, chunk_size: int, report: Callable[[int, int], None]
+    ) -> None:
+        """Compile every program, doing little of the work."""
+        jobs = list(self._jobs(look_aheads, pool_width, chunk_size))
+        with self.main.one_layer(), self.draft.one_layer():
+            for done, job in enumerate(jobs):
+                report(done, len(jobs))
+                jax.block_until_ready(job())
+        report(len(jobs), len(jobs))
+        self.reset()
+
+    def _jobs(self, look_aheads: Sequence[int], pool_width: int, chunk_size: int) -> Iterator[Callable[[], Any]]:
+        steps: list[Step] = []
+        hidden: list[jax.Array] = []
+        chunk = self.lengths[-1]
+
+        def speculate(length: int) -> Step:
+            steps[:] = [self.speculate(np.zeros(length, np.int32), 0, ())]
+            return steps[0]
+
+        def prefill(length: int) -> jax.Array:
+            hidden[:] = [self.prefill(np.zeros(length, np.int32), np.zeros(length, np.int32), 0, ())]
+            return hidden[0]
+
+        for length in self.lengths:
+            yield partial(prefill, length)
+            yield partial(speculate, length)
+        zeros = np.zeros(chunk, np.int32)
+        yield lambda: self.prefill_with_logprobs(zeros, zeros, 0, ())
+        yield lambda: self.choose(hidden[0], idle_batch(1, self.max_running))
+        for rows in self.rows:
+            at, tables = np.zeros(rows, np.int32), [()] * rows
+            yield partial(self.decode, idle_batch(rows, self.max_running), at, at, tables)
+        for size in self.sizes:
+            yield partial(self.fill_seen, self.max_running, np.zeros(size, np.int32))
+        for count in dict.fromkeys(look_aheads):
+            found: list[LookAhead] = []
+
+            def look_ahead(rows: int, count: int = count, found: list[LookAhead] = found) -> LookAhead:
+                ahead = self.look_ahead(steps * rows, [0] * rows, [()] * rows, [()] * rows, count)
+                found[:] = [ahead]
+                return LookAhead(ahead.queries, None, ahead.tokens, ahead.num_queries)
+
+            def score(size: int, found: list[LookAhead] = found) -> Any:
+                chunks = num_chunks(size, chunk_size)
+                plan = Plan(True, "engaged", size, chunk_size, chunks, 1, (), size, size)  # type: ignore[arg-type]
+                return self.score(found[0], 0, np.zeros(size, np.int32), (), plan, pool_width)
+
+            for rows in _powers(MAX_LOOK_AHEAD_ROWS):
+                yield partial(look_ahead, rows)
+                yield partial(score, self.sizes[0])
+            for size in self.sizes[1:]:
+                yield partial(score, size)
+
+    def _read(
+        self,
+        model: LoadedLlama,
+        cache: PagedCache,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        start: int,
+        pages: Sequence[int],
+        *,
+        every: bool = False,
+    ) -> Step:
+        count = len(tokens)
+        length = self.lengths[-1] if every else _up(self.lengths, count)
+        ids, at = np.zeros((2, 1, length), np.int32)
+        ids[0, :count], at[0, :count] = tokens, positions
+        # Padding past the table's end must find an entry there, and is written to nobody's page.
+        table = np.zeros((1, self.width + length // PAGE), np.int32)
+        table[0, : len(pages)] = pages
+        put = model.put
+        first, last = np.full((1,), start, np.int32), np.full((1,), count - 1, np.int32)
+        return model.step(put(ids), put(at), cache.of(put(table)), put(first), put(last), every=every)
+
+    def _tables(self, pages: Sequence[Sequence[int]]) -> np.ndarray:
+        # A look-ahead may pass the longest context by less than a page.
+        tables = np.zeros((len(pages), self.width + 1), np.int32)
+        for table, row in zip(tables, pages, strict=True):
+            table[: len(row)] = row
+        return tables
+
+    def _choose_fn(self, weights: Weights, hidden: jax.Array, state: State, batch: Batch) -> tuple[State, Chosen]:
+        logits = self.main.logits_fn(weights, hidden)
+        seen = state.seen[batch.rows]
+        tokens = sample(logits, batch.settings, batch.index, seen)
+        logprobs = lax.cond(
+            (jnp.asarray(batch.top_n) >= 0).any(),
+            lambda: token_logprobs(logits, tokens, MAX_LOGPROBS),
+            lambda: _no_logprobs(len(hidden), logits.shape[1]),
+        )
+        seen = mark_seen(seen, tokens)
+        state = State(state.tokens.at[batch.rows].set(tokens), state.seen.at[batch.rows].set(seen))
+        return self._whole((state, Chosen(tokens, logprobs)))
+
+    def _whole(self, results: Any) -> Any:
+        """The host reads them, in every process, and the next step takes them: each device must hold them whole."""
+        return results if self.main.mesh is None else lax.with_sharding_constraint(results, self.main.whole)
+
+    def _decode_fn(
+        self, weights: Weights, cache: PagedCache, state: State, batch: Batch, positions: Any, slots: Any
+    ) -> tuple[PagedCache, State, Chosen]:
+        tokens = self._last_tokens(state, batch.rows)
+        step = self.main.run(weights, tokens, positions[:, None], cache, slots, np.zeros(len(slots), np.int32))
+        state, chosen = self._choose(weights, step.hidden, state, batch)
+        return step.cache, state, chosen
+
+    def _prompt_logprobs_fn(
+        self, weights: Weights, hidden: jax.Array, targets: jax.Array, last: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+        rows = min(LOGPROB_ROWS, len(targets))
+        blocks = (hidden[0].reshape(-1, rows, hidden.shape[2]), targets.reshape(-1, rows))
+
+        def block(xs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+            return token_logprobs(self.main.logits_fn(weights, xs[0]), xs[1], MAX_LOGPROBS)
+
+        out = lax.map(block, blocks)
+        return self._whole((hidden[0, last][None], jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)))
+
+
+def idle_batch(rows: int, nobody: int) -> Batch:
+    """A batch of padding: greedy rows of the state's row `nobody`."""
+    ones, zeros, whole = np.ones(rows, np.float32), np.zeros(rows, np.float32), np.zeros(rows, np.int32)
+    settings = SamplingArrays(zeros, whole, ones, zeros, ones, np.zeros((rows, 2), np.uint32))  # type: ignore[arg-type]
+    return Batch(np.full(rows, nobody, np.int32), settings, whole, np.full(rows, -1, np.int32))
+
+
+def _no_logprobs(rows: int, vocabulary: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    top = (rows, min(MAX_LOGPROBS, vocabulary))
+    return jnp.zeros(rows), jnp.zeros(top, jnp.int32), jnp.zeros(top)
+
+
+def _fill_seen(state: State, row: jax.Array, ids: jax.Array) -> State:
+    seen = jnp.zeros(state.seen.shape[1], jnp.bool_).at[ids].set(True, mode="drop")
+    return State(state.tokens, state.seen.at[row].set(seen))
+
+
+def _join(steps: Sequence[tuple[jax.Array, Any]]) -> tuple[jax.Array, Any]:
+    """Hidden states and queries of several prompts as one batch."""
+    hidden = jnp.concatenate([hidden for hidden, _ in steps])
+    axis = 0 if isinstance(steps[0][1], tuple) else 1
+    return hidden, jax.tree.map(lambda *rows: jnp.concatenate(rows, axis), *(queries for _, queries in steps))
+
+
+def _keys(pages: jax.Array, table: jax.Array) -> jax.Array:
+    """One prompt's keys out of their pages: [K, L, P, PAGE, H] -> [L, 1, K, S, H]."""
+    heads, layers, _, _, size = pages.shape
+    # [K, L, W, PAGE, H] -> [K, L, S, H]
+    found = pages[:, :, table].reshape(heads, layers, -1, size)
+    return found.swapaxes(0, 1)[:, None]
+
+
+@jax.jit
+def _row(ahead: LookAhead, index: jax.Array, cache: KVCache) -> LookAhead:
+    """One prompt of a batch's look-ahead, with a cache of its own."""
+    queries = lax.dynamic_slice_in_dim(ahead.queries, index, 1, axis=1)
+    tokens, count = (lax.dynamic_slice_in_dim(x, index, 1) for x in (ahead.tokens, ahead.num_queries))
+    return LookAhead(queries, cache, tokens, count)
+
+
+def _lengths(chunk: int) -> list[int]:
+    """Multiples of PAGE up to `chunk`, two an octave from 64 on."""
+    lengths, step = [PAGE], PAGE
+    while lengths[-1] < chunk:
+        if lengths[-1] >= 4 * step:
+            step *= 2
+        lengths.append(min(lengths[-1] + step, chunk))
+    return lengths
+
+
+def _sizes(longest: int) -> list[int]:
+    """Multiples of 512 that reach `longest`, two an octave from 1,024 on."""
+    return [16 * length for length in _lengths(-(-longest // 512) * PAGE)]
+
+
+def _powers(most: int) -> list[int]:
+    """1, 2, 4, ... and `most`."""
+    powers = [1]
+    while powers[-1] < most:
+        powers.append(min(2 * powers[-1], most))
+    return powers
+
+
+def _up(sizes: Sequence[int], least: int) -> int:
+    """The smallest of ascending `sizes` that holds `least`."""
+    return next(size for size in sizes if size >= least)
