@@ -161,7 +161,8 @@ class Runner:
         table[: min(len(pages), len(table))] = pages[: len(table)]
         k = self._keys(self.draft_cache.k, self.draft.put(table))
         none = jnp.zeros((0,), k.dtype)
-        row = _row(ahead, np.int32(index), KVCache(k, none, none))
+        queries, generated, count = _row(ahead.queries, ahead.tokens, ahead.num_queries, np.int32(index))
+        row = LookAhead(queries, KVCache(k, none, none), generated, count)
         ids = np.zeros((1, size), np.int32)
         ids[0, : len(tokens)] = tokens
         chunk = min(plan.chunk_size, size)
@@ -375,11 +376,12 @@ def _keys(pages: jax.Array, table: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def _row(ahead: LookAhead, index: jax.Array, cache: KVCache) -> LookAhead:
-    """One prompt of a batch's look-ahead, with a cache of its own."""
-    queries = lax.dynamic_slice_in_dim(ahead.queries, index, 1, axis=1)
-    tokens, count = (lax.dynamic_slice_in_dim(x, index, 1) for x in (ahead.tokens, ahead.num_queries))
-    return LookAhead(queries, cache, tokens, count)
+def _row(
+    queries: jax.Array, tokens: jax.Array, count: jax.Array, index: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One prompt of a batch's look-ahead."""
+    queries = lax.dynamic_slice_in_dim(queries, index, 1, axis=1)
+    return queries, lax.dynamic_slice_in_dim(tokens, index, 1), lax.dynamic_slice_in_dim(count, index, 1)
 
 
 def _lengths(chunk: int) -> list[int]:
