@@ -27,7 +27,8 @@ CTRL, SHIFT = 2, 8
 
 def find_chromium() -> str:
     """The browser's path; AssertionError with what to do where there is none, for a browser test is never skipped."""
-    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+    wanted = (os.environ["CHROMIUM"],) if os.environ.get("CHROMIUM") else NAMES
+    found = next(filter(None, map(shutil.which, wanted)), None)
     assert found, (
         "the browser tests need Chromium: install it (Debian: apt install chromium), or set CHROMIUM to its path"
     )
@@ -38,9 +39,10 @@ class Chromium:
     """One browser process; `page` opens tabs that share nothing with each other."""
 
     def __init__(self, profile: Path) -> None:
+        path = find_chromium()
         ours, theirs = os.pipe(), os.pipe()  # it reads from `ours` and writes to `theirs`, as its descriptors 3 and 4
         command = [
-            find_chromium(),
+            path,
             "--headless",
             "--remote-debugging-pipe",
             f"--user-data-dir={profile}",

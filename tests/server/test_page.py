@@ -341,6 +341,7 @@ def test_stop_ends_the_request_and_the_rest(page, stub, how):
     assert (page.text("#status"), page.text("#dense-note")) == ("Reading sparsely", "comes next")
     assert page.run("document.querySelector('#run').ariaDisabled") == "true"
     assert page.run("document.querySelector('#sparse-answer').ariaBusy") == "true"
+    assert page.run("getComputedStyle(document.querySelector('#state')).position") == "sticky"
     page.press("Enter", CTRL)  # does nothing while it runs
     if how == "button":
         page.run("document.querySelector('#stop').focus()")
@@ -362,8 +363,9 @@ def test_stop_ends_the_request_and_the_rest(page, stub, how):
 REFUSALS = (
     (400, {}, "prompt: 5000 tokens, allowed: up to 4096", "prompt: 5000 tokens, allowed: up to 4096"),
     (429, {"Retry-After": "7"}, "queue", "The server is full. Try again in 7 seconds."),
-    (503, {"Retry-After": "1"}, "It ends.", "The server is not ready. Try again in 1 second. It ends."),
-    (413, {}, "Up to 1 MB.", "The text is longer than the server takes. Up to 1 MB."),
+    (503, {"Retry-After": "1"}, "it ends", "It ends. Try again in 1 second."),
+    (503, {}, "", "The server is not ready."),
+    (413, {}, "up to 1 MB", "The text is longer than the server takes. Up to 1 MB."),
     (500, {}, "", "The server answered with status 500."),
 )
 
@@ -417,7 +419,7 @@ def test_a_server_that_is_away_is_told_and_found_again(chromium, stub):
 def test_a_loading_server_is_waited_for(chromium, stub):
     stub.models_status = 503
     page = chromium.page(stub.url)
-    page.wait("document.querySelector('#model').textContent === 'The server is not ready. the models are loading'")
+    page.wait("document.querySelector('#model').textContent === 'The models are loading.'")
     stub.models_status = 200
     page.wait("document.querySelector('#model').textContent.includes('tiny-main')")
     page.close()

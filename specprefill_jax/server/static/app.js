@@ -48,6 +48,7 @@
     if (value >= 1) return `${value.toFixed(2)} s`;
     return `${(value * 1000).toFixed(value >= 0.01 ? 0 : 1)} ms`;
   };
+  const sentence = (words) => `${words.slice(0, 1).toUpperCase()}${words.slice(1)}${/[^.!?]$/.test(words) ? "." : ""}`;
   const percent = (share) => `${(share * 100).toFixed(1)} %`;
   const element = (tag, text = "") => {
     const made = document.createElement(tag);
@@ -72,9 +73,9 @@
     const again = wait > 0 ? ` Try again in ${plural(Math.ceil(wait), "second")}.` : "";
     const words = {
       401: "The server wants an API key, or does not know this one.",
-      413: `The text is longer than the server takes. ${said}`,
+      413: `The text is longer than the server takes. ${sentence(said)}`,
       429: `The server is full.${again}`,
-      503: `The server is not ready.${again} ${said}`,
+      503: `${said ? sentence(said) : "The server is not ready."}${again}`,
     }[response.status];
     return new Problem((words ?? said).trim() || `The server answered with status ${response.status}.`, response.status);
   };
