@@ -13,12 +13,12 @@ PYTEST_ARGS ?=
 # The interpreter for the peer's environment, which is not ours.
 PEER_PYTHON ?= python3.11
 # The set-up that all the goals together want: with make -j, nothing runs in .venv while pip still changes it.
-READY := $(STAMPS)/$(if $(filter setup lint format,$(MAKECMDGOALS)),dev,$(if $(filter test test-real,$(MAKECMDGOALS)),test,base))
+READY := $(STAMPS)/$(if $(filter setup lint format,$(MAKECMDGOALS)),dev,$(if $(filter test test-real test-browser,$(MAKECMDGOALS)),test,base))
 
-.PHONY: help setup demo test test-real lint format bench roofline aot peer clean distclean
+.PHONY: help setup demo test test-real test-browser lint format bench roofline aot peer clean distclean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: $(READY)  ## make .venv with everything that tests, lint and scripts need
 
@@ -30,6 +30,9 @@ test: $(READY)  ## run the tests (PYTEST_ARGS="-k name" to choose)
 
 test-real: $(READY)  ## SmolLM2-135M against its goldens; fetches the built-in model where it is not there yet
 	@SPECPREFILL_JAX_CACHE="$${SPECPREFILL_JAX_CACHE:-$${XDG_CACHE_HOME:-$$HOME/.cache}}" $(PY) -m pytest -m real tests/test_real_model.py
+
+test-browser: $(READY)  ## the server's page in a headless Chromium, which must be there (or CHROMIUM=path)
+	@$(PY) -m pytest -m browser tests/server/test_page.py $(PYTEST_ARGS)
 
 lint: $(READY)  ## ruff, format check, mypy
 	@$(PY) -m ruff check specprefill_jax scripts tests
