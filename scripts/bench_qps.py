@@ -64,6 +64,8 @@ from specprefill_jax.machine import describe
 from specprefill_jax.models.checkpoint import open_checkpoint
 
 QUESTION = "Which of the people above carried something, and where?"
+LONGEST = 600.0
+"""Seconds that a request may take before it counts."""
 
 
 @dataclass
@@ -227,7 +229,8 @@ class Bench:
             status, listed = asyncio.run(fetch_json(self.target, "/v1/models"))
             version = asyncio.run(fetch_json(self.target, "/version"))[1]
         except (OSError, ProtocolError) as error:
-            raise ServerError(f"no answer from {self.args.url or 'the server'}: {error}") from None
+            where = self.args.url or "the server"
+            raise ServerError(f"no answer from {where}: {type(error).__name__}: {error}") from None
         try:
             cards = [card for card in listed["data"] if self.args.model in (None, card["id"])]
             self.model = str(cards[0]["id"])
@@ -275,7 +278,7 @@ class Bench:
             options["specprefill"] = mode.specprefill
         chat = args.endpoint == "chat" or (args.endpoint == "auto" and not prompt.plain)
         if chat or prompt.messages:
-            messages = prompt.messages or ({"role": "user", "content": prompt.text},)
+            messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
             return Job.chat(self.model, messages, label=mode.name, **options)
         return Job.completion(self.model, prompt.text, label=mode.name, **options)
 
@@ -283,7 +286,7 @@ class Bench:
         """Send requests that each wait for the one before; all must be answered."""
         records: list[Record] = []
         for index in range(count):
-            records += asyncio.run(run_load(self.target, [self._job(mode, index)], [0.0], None))
+            records += asyncio.run(run_load(self.target, [self._job(mode, index)], [0.0], LONGEST))
             if records[-1].outcome != "ok":
                 status = f" (status {records[-1].status})" if records[-1].status else ""
                 raise ServerError(f"{mode.name}: {records[-1].outcome}{status}: {records[-1].error}")
@@ -317,6 +320,8 @@ class Bench:
         cpu = time.process_time()
         records = asyncio.run(run_load(self.target, jobs, due, args.timeout, on_end))
         cpu = time.process_time() - cpu
+        if missed and all(record.outcome in ("lost", "cancelled") for record in records):
+            raise ServerError(f"the server is gone: {next(record.error for record in records if record.error)}")
         found = summary(records, self.objectives)
         row: dict[str, Any] = {"mode": mode.name, "keep_rate": mode.keep_rate, "rate": rate, "missed": missed}
         row |= {"holds": missed <= allowed, **found, "client_cpu_share": cpu / max(found["duration"], 1e-9)}

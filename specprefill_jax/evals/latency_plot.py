@@ -65,9 +65,7 @@ def latency_svg(rows: Sequence[Mapping[str, Any]], metric: Metric, heading: str)
             if row["mode"] == mode and not row["holds"]:
                 cross = f"M{x(row['rate']) - 5:.1f} {TOP - 5}l10 10m0 -10l-10 10"
                 parts.append(f'<path class="line" stroke="{colour}" d="{cross}"/>')
-        height = TOP + 24 + 22 * i
-        parts.append(
-            f'<line class="line" stroke="{colour}" x1="{LEFT + 16}" x2="{LEFT + 46}" y1="{height}" y2="{height}"/>'
-        )
-        parts.append(f'<text x="{LEFT + 54}" y="{height + 4.5}">{escape(mode)}</text>')
+        at = f'y1="{TOP + 24 + 22 * i}" y2="{TOP + 24 + 22 * i}"'
+        parts.append(f'<line class="line" stroke="{colour}" x1="{LEFT + 16}" x2="{LEFT + 46}" {at}/>')
+        parts.append(f'<text x="{LEFT + 54}" y="{TOP + 28.5 + 22 * i:g}">{escape(mode)}</text>')
     return page(_NAMES[metric] + " over the rate of requests", subtitle, " ".join([subtitle, *said]), parts)

@@ -335,15 +335,17 @@ class _GiveUp(Exception):
     """Ends a run early."""
 
 
-async def fetch_json(target: Target, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, Any]:
+async def fetch_json(
+    target: Target, path: str, body: Mapping[str, Any] | None = None, timeout: float = 60.0
+) -> tuple[int, Any]:
     """Status and JSON of one GET, or of one POST where there is a body; None for what is not JSON.
 
     Raises:
-        OSError: no connection.
+        OSError: no connection, or no answer within `timeout` seconds.
         ProtocolError: what answers does not speak HTTP.
     """
     message = target.message("GET" if body is None else "POST", path, body)
-    async with _reply(target, message) as reply:
+    async with asyncio.timeout(timeout), _reply(target, message) as reply:
         content = await _whole(reply)
     try:
         return reply.status, json.loads(content)

@@ -73,9 +73,8 @@ def _await_health(process: subprocess.Popen[bytes], target: Target, within: floa
 
 async def _is_healthy(target: Target) -> bool:
     try:
-        async with asyncio.timeout(5):
-            status, _ = await fetch_json(target, "/health")
-    except (OSError, ProtocolError):  # a timeout is an OSError
+        status, _ = await fetch_json(target, "/health", timeout=5)
+    except (OSError, ProtocolError):
         return False
     return status == 200
 
