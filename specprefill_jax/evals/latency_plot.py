@@ -36,7 +36,7 @@ def latency_svg(rows: Sequence[Mapping[str, Any]], metric: Metric, heading: str)
     def y(seconds: float) -> float:
         return BOTTOM - seconds / up[-1] * (BOTTOM - TOP)
 
-    subtitle = f"{heading} Lines: medians. Bands: up to the 95th percentile. Crosses: rates that failed."
+    subtitle = f"{heading} Lines: medians; bands: to the 95th percentile; crosses: failed."
     parts, said = [], []
     for seconds in up:
         kind, height = "grid" if seconds else "axis", f"{y(seconds):.1f}"

@@ -98,7 +98,7 @@ def summary(records: Sequence[Record], objectives: Mapping[str, float] | None = 
         "client_late": late is not None and late["p99"] > LATE,
         "prompt_tokens": spread([record.prompt_tokens for record in answered if record.prompt_tokens is not None]),
         "kept_tokens": spread([record.kept_tokens for record in answered if record.kept_tokens is not None]),
-        "cached_tokens": sum(_cached(record) for record in answered),
+        "cached_share": sum(map(_cached, answered)) / max(1, sum(record.prompt_tokens or 0 for record in answered)),
         "generated_tokens": spread([record.generated for record in answered]),
         "reasons": dict(Counter(str(record.specprefill.get("reason")) for record in answered if record.specprefill)),
         "goodput": None,

@@ -79,7 +79,9 @@ def test_summary():
     assert found["itl"]["mean"] == pytest.approx((1 + 0.5 + 0.5) / 3)
     assert (found["e2e"]["mean"], found["e2e"]["max"]) == (2.5, 3.0)
     assert (found["prompt_tokens"]["mean"], found["kept_tokens"]["mean"]) == (200, 20)
-    assert (found["reasons"], found["cached_tokens"]) == ({"engaged": 2}, 0)
+    assert (found["reasons"], found["cached_share"]) == ({"engaged": 2}, 0.0)
+    records[1].usage["prompt_tokens_details"] = {"cached_tokens": 32}
+    assert rates.summary(records)["cached_share"] == 32 / 400
     assert found["goodput"] == {"objectives": {"ttft": 1.5}, "good": 1, "share": 0.25, "rate": 0.125}
     assert found["lateness"]["max"] == 0.125
     assert found["client_late"]

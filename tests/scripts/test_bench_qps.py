@@ -37,7 +37,7 @@ def keep_rate(body: dict) -> float:
     return asked["keep_rate"] if asked.get("enabled") else 1.0
 
 
-def simulate(monkeypatch, service) -> list[dict]:
+def simulate(monkeypatch, service, cached: int = 0) -> list[dict]:
     """Put a queue in the server's place that takes `service(body)` seconds for each request; the bodies it gets.
 
     A token is half a word here, and every answer has three.
@@ -55,7 +55,8 @@ def simulate(monkeypatch, service) -> list[dict]:
             tokens = 2 * words(job.body)
             if not late:
                 record.tokens = [free - 0.2, free - 0.1, free]
-                record.usage = {"prompt_tokens": tokens, "completion_tokens": 3}
+                details = {"cached_tokens": cached}
+                record.usage = {"prompt_tokens": tokens, "completion_tokens": 3, "prompt_tokens_details": details}
                 kept = max(1, round(tokens * keep_rate(job.body)))
                 reason = "engaged" if kept < tokens else "disabled"
                 record.specprefill = {"engaged": kept < tokens, "reason": reason, "kept_tokens": kept}
@@ -137,9 +138,10 @@ def test_paper_protocol(monkeypatch, tmp_path, capsys):
     assert all("nan" not in value for element in root.iter() for value in element.attrib.values())
 
 
-def test_ceiling_for_a_pair_that_is_known(monkeypatch, tmp_path):
-    """What `main` and `speculator` name is looked into; nothing is started here."""
-    simulate(monkeypatch, service)
+@pytest.mark.parametrize("cached", [6, 7])
+def test_ceiling_for_a_pair_that_is_known(monkeypatch, tmp_path, cached):
+    """What `main` and `speculator` name is looked into (nothing is started here); no ceiling with 2 % in a cache."""
+    simulate(monkeypatch, service, cached)
     pair = {"big": LLAMAS["Llama-3.1-8B"], "small": LLAMAS["Llama-3.2-1B"]}
 
     class Opened:
@@ -154,6 +156,11 @@ def test_ceiling_for_a_pair_that_is_known(monkeypatch, tmp_path):
     dense, low, high = found["max_rates"]
     assert [row["max_rate"] for row in (dense, low, high)] == [0.4, 2.0, 2.0]
     assert (low["speedup"], dense["ceiling"]) == (5.0, None)
+    if cached == 7:
+        assert (
+            [row["ceiling"] for row in (low, high)] == [row["share_of_ceiling"] for row in (low, high)] == [None, None]
+        )
+        return
     for row in (low, high):
         [run] = [run for run in found["runs"] if (run["mode"], run["rate"]) == (row["mode"], 2.0)]
         mix = (int(run["prompt_tokens"]["mean"]), int(run["kept_tokens"]["mean"]), 3)
