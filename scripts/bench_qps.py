@@ -48,7 +48,7 @@ from rich.table import Table
 from specprefill_jax.config import check_integer, check_real
 from specprefill_jax.errors import SpecPrefillError, argument_error
 from specprefill_jax.evals.latency_plot import Metric, latency_svg
-from specprefill_jax.evals.load import Job, ProtocolError, Record, Target, constant, fetch_json, poisson, run_load
+from specprefill_jax.evals.load import Job, Record, constant, poisson, run_load
 from specprefill_jax.evals.prompts import Prompt, head, prose, read_prompts, with_head
 from specprefill_jax.evals.rates import (
     Search,
@@ -61,6 +61,7 @@ from specprefill_jax.evals.rates import (
     try_rates,
 )
 from specprefill_jax.evals.served import ServerError, free_port, served
+from specprefill_jax.evals.wire import ProtocolError, Target, fetch_json
 from specprefill_jax.machine import describe
 from specprefill_jax.models.checkpoint import open_checkpoint
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from specprefill_jax.evals.load import Target
+from specprefill_jax.evals.wire import Target
 
 Step = bytes | float | None
 """Bytes to send, seconds to wait, or None: wait until the client is gone."""

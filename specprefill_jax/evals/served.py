@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from specprefill_jax.evals.load import ProtocolError, Target, fetch_json
+from specprefill_jax.evals.wire import ProtocolError, Target, fetch_json
 
 
 class ServerError(Exception):

@@ -9,7 +9,8 @@ from load_server import END, READ, STREAM, USAGE, chunked, delta, event, serving
 
 from specprefill_jax.errors import ArgumentError
 from specprefill_jax.evals import load
-from specprefill_jax.evals.load import EventParser, Job, ProtocolError, Record, Target, constant, poisson
+from specprefill_jax.evals.load import Job, Record, constant, poisson
+from specprefill_jax.evals.wire import EventParser, ProtocolError, Target, fetch_json
 
 ASK = [{"role": "user", "content": "?"}]
 JOB = Job.chat("m", ASK, label="x", max_tokens=3)
@@ -342,11 +343,11 @@ def test_json_of_a_page():
     answers = {"/a": [whole({"x": 1})], "/b": [whole([], "404 Not Found")], "/c": [b"HTTP/1.1 200 OK\r\n\r\nhi"]}
     with serving(lambda path, body: answers[path]) as seen:
         target = Target(seen.target.host, seen.target.port, api_key="k")
-        found = [asyncio.run(load.fetch_json(target, path)) for path in answers]
+        found = [asyncio.run(fetch_json(target, path)) for path in answers]
     assert found == [(200, {"x": 1}), (404, []), (200, None)]
     assert [headers["authorization"] for headers in seen.headers] == ["bearer k"] * 3
 
 
 def test_json_that_never_comes():
     with serving(lambda path, body: [None]) as seen, pytest.raises(TimeoutError):
-        asyncio.run(load.fetch_json(seen.target, "/a", timeout=0.1))
+        asyncio.run(fetch_json(seen.target, "/a", timeout=0.1))

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from specprefill_jax.evals.load import Target
 from specprefill_jax.evals.served import ServerError, free_port, served
+from specprefill_jax.evals.wire import Target
 
 # Answers 503 once and 200 from then on; with "stubborn" it does not mind SIGTERM.
 SERVER = """
