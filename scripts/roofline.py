@@ -40,6 +40,7 @@ from specprefill_jax.models.config import LlamaConfig
 from specprefill_jax.models.published import LLAMAS
 from specprefill_jax.prefill import DEFAULT_CHUNK
 from specprefill_jax.selection import budget, num_chunks
+from specprefill_jax.view.plot import BOTTOM, COLOURS, LEFT, RIGHT, TOP, page
 
 KIND = "Predicted from FLOPs, bytes and data sheets; not measured on any such machine."
 KEPT_TOGETHER = 32
@@ -283,31 +284,7 @@ def times_table(args: Args, rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-WIDTH, HEIGHT = 760, 470
-LEFT, RIGHT, TOP, BOTTOM = 62, 734, 74, 408
 MOST = 10
-COLOURS = ("#c2571a", "#2a6fb5", "#2f8f5b")
-STYLE = """
-  text { font: 13px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #24292f; }
-  .title { font-size: 17px; font-weight: 600; }
-  .quiet { fill: #57606a; }
-  .page { fill: #fdfdfc; stroke: #d0d7de; }
-  .grid { stroke: #e2e6ea; }
-  .axis { stroke: #57606a; }
-  .ideal { stroke: #57606a; stroke-dasharray: 6 5; stroke-width: 1.6; fill: none; }
-  .line { stroke-width: 2.6; fill: none; }
-  .band { opacity: 0.17; }
-  .point { fill: #24292f; stroke: #fdfdfc; stroke-width: 1.5; }
-  @media (prefers-color-scheme: dark) {
-    text { fill: #e6edf3; }
-    .quiet { fill: #9aa4af; }
-    .page { fill: #161b22; stroke: #30363d; }
-    .grid { stroke: #2b313a; }
-    .axis, .ideal { stroke: #9aa4af; }
-    .band { opacity: 0.28; }
-    .point { fill: #e6edf3; stroke: #161b22; }
-  }
-"""
 
 
 def svg(args: Args, tokens: int) -> str:
@@ -329,7 +306,7 @@ def svg(args: Args, tokens: int) -> str:
     subtitle = f"Lines: {batch} prompt{'s' * (batch > 1)} of {tokens:,} tokens. "
     subtitle += f"Bands: prompts of {min(args.lengths):,} to {max(args.lengths):,}. Only the dot was measured."
     curves, legend, said = [], [], []
-    for pair, colour in zip(PAIRS, COLOURS, strict=True):
+    for pair, colour in zip(PAIRS, COLOURS, strict=False):
         gains = [[foresee(args, pair, machine, n, rate).gain for n in args.lengths] for rate in rates]
         line = [gain[args.lengths.index(tokens)] for gain in gains]
         outline = points(rates + rates[::-1], [max(g) for g in gains] + [min(g) for g in gains[::-1]])
@@ -346,17 +323,7 @@ def svg(args: Args, tokens: int) -> str:
         f"below 1 where all is kept. At keep rate {paper['keep_rate']} it is {', '.join(said)}. The paper "
         f"(arXiv 2502.02789) measured {paper['speedup']} there with {paper['pair']}."
     )
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
-        'role="img" aria-labelledby="title text">',
-        f'<title id="title">{escape(title)}</title>',
-        f'<desc id="text">{escape(alternative)}</desc>',
-        f"<style>{STYLE}</style>",
-        f'<clipPath id="inside"><rect x="{LEFT}" y="{TOP}" width="{RIGHT - LEFT}" height="{BOTTOM - TOP}"/></clipPath>',
-        f'<rect class="page" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="8"/>',
-        f'<text class="title" x="20" y="31">{escape(title)}</text>',
-        f'<text class="quiet" x="20" y="53">{escape(subtitle)}</text>',
-    ]
+    parts: list[str] = []
     for gain in (0, 1, 2, 4, 6, 8, 10):
         kind = "grid" if gain > 1 else "axis"
         parts.append(f'<line class="{kind}" x1="{LEFT}" x2="{RIGHT}" y1="{y(gain)}" y2="{y(gain)}"/>')
@@ -371,7 +338,7 @@ def svg(args: Args, tokens: int) -> str:
     parts.append(f'<circle class="point" cx="{x(paper["keep_rate"])}" cy="{y(paper["speedup"])}" r="6"/>')
     for i, (mark, text) in enumerate(legend):
         parts += [mark.format(104 + 25 * i), f'<text x="492" y="{108.5 + 25 * i}">{escape(text)}</text>']
-    return "\n".join([*parts, "</svg>", ""])
+    return page(title, subtitle, alternative, parts)
 
 
 if __name__ == "__main__":
