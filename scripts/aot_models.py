@@ -29,11 +29,12 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 
-from specprefill_jax.cache import KVCache, cache_spec, capacity_for, make_cache
+from specprefill_jax.cache import cache_spec, capacity_for, make_cache
 from specprefill_jax.config import check_integer, check_real
 from specprefill_jax.errors import ArgumentError, argument_error
 from specprefill_jax.machine import describe
-from specprefill_jax.models.loaded import LoadedLlama, abstract, like_layers
+from specprefill_jax.models.loaded import Cache, LoadedLlama, abstract, like_layers
+from specprefill_jax.models.paged import PAGE, PagedCache, make_paged_cache, paged_spec
 from specprefill_jax.models.published import LLAMAS, PAIRS
 from specprefill_jax.prefill import DEFAULT_CHUNK, padded
 from specprefill_jax.scoring import score_and_choose
@@ -52,6 +53,10 @@ READING, ANSWERING = ("speculator prefill", "look-ahead", "scoring"), ("main pre
 """Programs of the speculator and of the main model."""
 BATCHED = (8192, 8192, 8)
 """Prompt, slots and batch of one more decode step, of rows that were read whole."""
+ENGINE = (("engine prefill", 512, 1), ("engine decode", 1, 64))
+"""Programs of the engine's main model: name, tokens a row and rows, over a paged cache."""
+PAGED = (8192, 65_536)
+"""Longest prompt and answer together, and slots of the whole cache, of these."""
 MOST_TEMP = 2**30
 """Bytes of temporary memory a program may take a device."""
 
@@ -111,10 +116,11 @@ def cases(args: Args) -> list[Case]:
             found += [Case(program, speculator, tokens, reading) for program in READING]
             found += [Case(program, main, tokens, answering) for program in ANSWERING]
         found.append(Case("decode", main, *BATCHED))
+        found += [Case(program, main, *PAGED, rows) for program, _, rows in ENGINE]
     return list(dict.fromkeys(found))
 
 
-def lower(case: Case, chip: str, args: Args) -> tuple[LoadedLlama, KVCache, jax.stages.Lowered]:
+def lower(case: Case, chip: str, args: Args) -> tuple[LoadedLlama, Cache, jax.stages.Lowered]:
     """The program as `SpecPrefill` would compile it, with its model and cache as shapes."""
     mesh = aot.gpu_mesh(args.devices, CHIPS[chip][0])
     model = abstract(LLAMAS[case.model], "bfloat16", mesh)
@@ -125,6 +131,14 @@ def lower(case: Case, chip: str, args: Args) -> tuple[LoadedLlama, KVCache, jax.
 
     def split(shape: jax.ShapeDtypeStruct, spec: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, spec))
+
+    for program, length, _ in ENGINE:
+        if case.program == program:
+            pages = jax.eval_shape(partial(make_paged_cache, model.layout, case.slots // PAGE + 1, model.dtype))
+            k, v = (split(x, paged_spec().k) for x in (pages.k, pages.v))  # type: ignore[arg-type]
+            paged: Any = PagedCache(k, v, whole(batch, (case.tokens + length) // PAGE))  # type: ignore[arg-type]
+            ids = whole(batch, length)
+            return model, paged, model.scanned.lower(model.weights, ids, ids, paged, whole(batch), whole(batch))
 
     shapes = jax.eval_shape(partial(make_cache, model.layout, batch, case.slots, model.dtype))
     cache = jax.tree.map(split, shapes, cache_spec(mesh, batch))

@@ -352,7 +352,7 @@ class Loop:
         return (
             sequence.row,
             sampling.temperature,
-            min(sampling.top_k, np.iinfo(np.int32).max),
+            min(sampling.top_k, 0x7FFFFFFF),
             sampling.top_p,
             sampling.min_p,
             sampling.repetition_penalty,

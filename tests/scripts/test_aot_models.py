@@ -44,8 +44,10 @@ def test_slots(script):
 def test_every_program_is_compiled_once(script):
     args = script.Args()
     found = script.cases(args)
-    assert len(found) == len(set(found)) == 3 * (2 * 3 + 3 * 2) + 3
-    assert {case.program for case in found if case.model == "Llama-3.1-70B"} == {"main prefill", "decode"}
+    assert len(found) == len(set(found)) == 3 * (2 * 3 + 3 * 2) + 3 * (1 + 2)
+    assert {case.program for case in found if case.model == "Llama-3.1-70B"} == {
+        *("main prefill", "decode", "engine prefill", "engine decode")
+    }
     # The 8B model is a speculator with a cache for the whole prompt, and a main model with one for what is kept.
     slots = {c.program: c.slots for c in found if (c.model, c.tokens, c.batch) == ("Llama-3.1-8B", 8192, 1)}
     assert slots["look-ahead"] == 16_384
