@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_tokenizers import DATA, TOKENIZERS
+from small_tokenizers import DATA, TOKENIZERS, byte_level
 from tokenizers import Tokenizer as Backend
+from tokenizers import processors
 
 from specprefill_jax import SpecPrefillConfig
 from specprefill_jax.chat_prompt import HEAD_TOKENS, QUESTION_TOKENS, TAIL_TOKENS, ChatPrompt, encode_chat
@@ -188,6 +189,23 @@ class TestProperties:
         np.testing.assert_array_equal(forced_mask(prompt), mask)
         assert prompt.generation_tail == (tail if header else 0)
 
+    @settings(max_examples=40, deadline=None)
+    @given(chat=st.lists(st.tuples(ROLES, TEXTS), min_size=1, max_size=6))
+    def test_a_template_that_counts_drops_no_more(self, chat: list) -> None:
+        """Marks are of no use with it; what the search finds is right, or it is forced."""
+        tokenizer = smollm2("{% for m in messages %}[{{ m.role }} {{ m.content | length }}]{{ m.content }}{% endfor %}")
+        last = max((number for number, (role, _) in enumerate(chat) if role == "user"), default=None)
+        text, contents = "", [(0, 0, False, False)]
+        for number, (role, content) in enumerate(chat):
+            text += f"[{role} {len(content)}]"
+            start = len(text) + len(content) - len(content.lstrip())
+            droppable = role in ("user", "assistant", "tool")
+            contents.append((start, start + len(content.strip()), droppable, number == last))
+            text += content
+        prompt = checked(tokenizer, [message(role, content) for role, content in chat])
+        mask, _ = expected_mask(tokenizer, prompt.ids, text, contents)
+        assert (forced_mask(prompt) >= mask).all()
+
     @settings(max_examples=20, deadline=None)
     @given(contents=st.lists(TEXTS, min_size=2, max_size=5), system=TEXTS, name=st.sampled_from(sorted(TOKENIZERS)))
     def test_system_prompt_and_tools_are_always_forced(self, contents: list[str], system: str, name: str) -> None:
@@ -254,6 +272,26 @@ class TestTemplates:
         assert {roles[0] for roles in origins} == expected
         assert all(len(text.split()) > 250 for text in texts)
         assert len(texts) == len(expected) * (2 if name == "writes twice" else 1)
+
+    def test_marks_further_inside(self) -> None:
+        """A template that looks at the start of a content, and writes it so that it cannot be looked for."""
+        body = "{{ '[log]' if m.content.startswith('found0') }}{{ m.content | tojson }}"
+        tokenizer = smollm2("{% for m in messages %}{{ m.role }}: " + body + "\n{% endfor %}")
+        prompt = checked(tokenizer, [message("tool", LONG["tool"].replace(" ", "\n")), message("user", "Well?")])
+        texts = dropped(tokenizer, prompt)
+        assert len(texts) == 1
+        assert texts[0] in LONG["tool"].replace(" ", "\\n")
+        assert len(texts[0]) > len(LONG["tool"]) - 2 * 80
+
+    def test_offsets_that_leave_out_spaces(self) -> None:
+        """The token of the template's space and the content's first letter names the letter alone, and is forced."""
+        backend = byte_level()
+        backend.post_processor = processors.ByteLevel(trim_offsets=True)
+        template = "{{ messages[0].content }} wall: {{ messages[1].content }}!"
+        tokenizer = Tokenizer(backend, chat_templates={"default": template})
+        prompt = checked(tokenizer, [message("tool", "w" + " w" * 50), message("tool", "w" + " w" * 50)])
+        assert tokenizer.encode_with_offsets("a w")[1] == [(0, 1), (2, 3)]
+        assert dropped(tokenizer, prompt) == ["w" + " w" * 49, " w" * 50]
 
     def test_content_in_another_order(self) -> None:
         """And the last user message is known from the messages, not from where it stands."""

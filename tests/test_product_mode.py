@@ -2,6 +2,7 @@
 
 import math
 import time
+from functools import partial
 
 import jax
 import numpy as np
@@ -218,9 +219,8 @@ def test_a_chats_forced_spans_are_kept_whatever_the_scores(tiny, reference, monk
     def worst_first(ahead, prompt, length, forced, chunks, kept_chunks, *, chunk_size, kept_size, size, **_):
         position = np.arange(forced.shape[-1], dtype=np.float32)
         scores = 1.0 + position * (position < 9)  # nothing for system prompt and tail, most for the middle
-        choice = chunk_topk(
-            scores[None], forced, chunks, kept_chunks, length, prompt, chunk_size=chunk_size, size=kept_size
-        )
+        choose = jax.jit(partial(chunk_topk, chunk_size=chunk_size, size=kept_size))
+        choice = choose(scores[None], forced, chunks, kept_chunks, length, prompt)
         row = jax.tree.map(lambda values: values[0], choice)
         return np.zeros(size, np.float32), scores, row, ahead.num_queries[0], ahead.tokens[0]
 
