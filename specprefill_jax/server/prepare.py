@@ -85,7 +85,7 @@ def read_sampling(body: GenerationBody, max_tokens: int, logprobs: int | None) -
             repetition_penalty=body.repetition_penalty,
             seed=None if body.seed is None else body.seed % 2**32,
             stop=body.stop,
-            stop_token_ids=tuple(body.stop_token_ids),
+            stop_token_ids=body.stop_token_ids,
             ignore_eos=body.ignore_eos,
             logprobs=logprobs,
         )

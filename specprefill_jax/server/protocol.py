@@ -18,6 +18,7 @@ from specprefill_jax.server.errors import ApiError, invalid
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 1024
+MAX_STOP_IDS = 256
 
 _TOKEN_SCHEMA = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 _IDS_SCHEMA = {"type": "array", "items": _TOKEN_SCHEMA, "minItems": 1}
@@ -31,6 +32,12 @@ def _check_ids(value: object) -> list[int]:
     if isinstance(value, list) and (not value or _is_ids(value)):
         return value
     raise ValueError("a list of token ids is needed")
+
+
+def _check_stop_ids(value: object) -> tuple[int, ...]:
+    if isinstance(value, list) and len(value) <= MAX_STOP_IDS:
+        return tuple(_check_ids(value))
+    raise ValueError(f"a list of at most {MAX_STOP_IDS} token ids is needed")
 
 
 def _check_prompts(value: Any) -> list[str | list[int]]:
@@ -67,6 +74,11 @@ def _check_content(value: object) -> str:
 
 
 Ids = Annotated[list[int], PlainValidator(_check_ids), WithJsonSchema({"type": "array", "items": _TOKEN_SCHEMA})]
+StopIds = Annotated[
+    tuple[int, ...],
+    PlainValidator(_check_stop_ids),
+    WithJsonSchema({"type": "array", "items": _TOKEN_SCHEMA, "maxItems": MAX_STOP_IDS}),
+]
 Prompts = Annotated[
     list[str | list[int]],
     PlainValidator(_check_prompts),
@@ -187,7 +199,7 @@ class GenerationBody(ModelBody):
     repetition_penalty: float = 1.0
     seed: int | None = None
     stop: Stop = ()
-    stop_token_ids: Ids = Field(default_factory=list, max_length=1024)
+    stop_token_ids: StopIds = ()
     ignore_eos: bool = False
     return_token_ids: bool = False
     specprefill: SpecPrefillOptions = Field(default_factory=SpecPrefillOptions)

@@ -71,6 +71,7 @@ class FakeEngine:
         self.tokens_before_gate = 0
         self.refusal: Exception | None = None
         self.fails_after: int | None = None  # tokens until the request fails
+        self.fails = ""  # the end of its id, if not every request shall fail
         self.crashes = False  # submit raises what nobody expects
         # what a test may look at
         self.submitted: list[Request] = []
@@ -106,7 +107,7 @@ class FakeEngine:
 
     def cancel(self, request_id: str) -> None:
         with self._change:
-            if request_id in self._live:
+            if request_id in self._live and not self._live[request_id].cancelled.is_set():
                 self.cancelled.append(request_id)
                 self._live[request_id].cancelled.set()
                 self._change.notify_all()
@@ -159,13 +160,13 @@ class FakeEngine:
         decoder = StreamDecoder(self.tokenizer, sampling.stop) if self.tokenizer else None
         made, reason = 0, "length"
         for index in ids:
+            if made == self.fails_after and request.request_id.endswith(self.fails):
+                return self._end(request, "error", made, None, error="a secret path")
             if made >= self.tokens_before_gate:
                 while not self.gate.wait(0.005) and not job.cancelled.is_set():
                     pass
             if job.cancelled.is_set():
                 return self._end(request, "abort", made, None)
-            if made == self.fails_after:
-                return self._end(request, "error", made, None, error="a secret path")
             made += 1
             ended = index == end_id or index in sampling.stop_token_ids
             text = decoder.push(index) if decoder and not ended else ""

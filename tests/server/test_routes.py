@@ -1,8 +1,8 @@
 """Every route and option through the openai client, in one piece and streamed."""
 
 import pytest
-from server.conftest import DEFAULTS
 from server.fake_engine import ANSWER, make_tokenizer
+from server.running import DEFAULTS
 
 TOKENIZER = make_tokenizer()
 LONG = "all the boats of the harbour " * 30
@@ -162,8 +162,13 @@ class TestSpecPrefill:
 
     @pytest.mark.parametrize(
         ("given", "reason"),
-        [({}, "engaged"), ({"enabled": False}, "disabled"), ({"min_prompt_tokens": 5000}, "short_prompt")]
-        + [({"keep_rate": 1}, "nothing_to_drop"), ({"min_predicted_gain": 9}, "low_predicted_gain")],
+        [
+            ({}, "engaged"),
+            ({"enabled": False}, "disabled"),
+            ({"min_prompt_tokens": 5000}, "short_prompt"),
+            ({"keep_rate": 1}, "nothing_to_drop"),
+            ({"min_predicted_gain": 9}, "low_predicted_gain"),
+        ],
     )
     def test_complaint_9_every_answer_says_whether_and_why(self, ask, given, reason):
         told = ask(extra_body={"specprefill": given})["specprefill"]
