@@ -26,7 +26,7 @@ demo: $(READY)  ## a real Llama answers a question about a long text, read whole
 	@$(PY) scripts/generate.py --main smollm2-135m-deep4 --speculator smollm2-135m --keep-rate 0.15 --compare --file examples/ferry-house.txt --question "What is the code for the cellar door?"
 
 test: $(READY)  ## run the tests (PYTEST_ARGS="-k name" to choose)
-	@$(PY) -m pytest -n auto --maxprocesses 4 $(PYTEST_ARGS)
+	@$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
 
 test-real: $(READY)  ## SmolLM2-135M against its goldens; fetches the built-in model where it is not there yet
 	@SPECPREFILL_JAX_CACHE="$${SPECPREFILL_JAX_CACHE:-$${XDG_CACHE_HOME:-$$HOME/.cache}}" $(PY) -m pytest -m real tests/test_real_model.py

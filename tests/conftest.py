@@ -4,6 +4,7 @@ import atexit
 import os
 import shutil
 import tempfile
+from functools import cache
 
 import pytest
 
@@ -34,18 +35,18 @@ def tiny():
 
 
 @pytest.fixture(scope="session")
-def tiny_chunked():
-    """A function from a prefill chunk size to the tiny pair that reads prompts in such chunks, loaded once each."""
-    from agreement import load_tiny
+def tiny_chunked(tiny):
+    """A function from a prefill chunk size to the tiny pair that reads prompts in such chunks.
 
-    models = {}
+    All run the same two models: what one pipeline compiled, the others find.
+    """
+    from specprefill_jax import SpecPrefill
 
-    def load(size: int):
-        if size not in models:
-            models[size] = load_tiny(prefill_chunk=size)
-        return models[size]
+    @cache
+    def chunked(size: int) -> SpecPrefill:
+        return SpecPrefill(tiny.main, tiny.speculator.model, tiny.tokenizer, prefill_chunk=size)
 
-    return load
+    return chunked
 
 
 @pytest.fixture(scope="session")
