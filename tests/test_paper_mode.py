@@ -147,7 +147,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("name", NAMED)
-@pytest.mark.parametrize("length", [40, 333])
+@pytest.mark.parametrize("length", [40, 277])  # here and below: lengths that find the goldens' programs
 def test_settings_the_paper_names(tiny, reference, name, length):
     check(tiny, reference, prompt_of(length), NAMED[name])
 
@@ -217,10 +217,10 @@ def test_eos_ids_default_to_the_speculators_own(tiny):
 
 def test_positions_are_the_original_ones(tiny, reference):
     """At 30 % keep the logits are those of scattered positions, and far from those of the same tokens renumbered."""
-    ids = prompt_of(400)
+    ids = prompt_of(500)
     selection = tiny.select(ids, Setting().config)
     kept = [int(index) for index in selection.kept_indices]
-    assert len(kept) <= 0.32 * 400
+    assert len(kept) <= 0.32 * 500
     assert kept != list(range(len(kept)))
     logits = tiny.prefill(ids, selection)
     assert relative_error(logits, reference.logits_of(ids, kept, [0])[0]) < 1e-3
@@ -230,7 +230,7 @@ def test_positions_are_the_original_ones(tiny, reference):
 
 def test_decode_continues_at_the_prompts_length(tiny, reference):
     """New tokens stand at M, M+1, ...: sixteen of them equal the oracle's, which differ from a decode at len(kept)."""
-    ids = prompt_of(300)
+    ids = prompt_of(280)
     sampling = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
     output = tiny.generate(ids, sampling, Setting().config)
     kept = [int(index) for index in output.selection.kept_indices]
@@ -243,10 +243,10 @@ def test_first_token_is_read_off_the_last_kept_token(tiny, reference):
     """Nothing is forced in paper mode: find a prompt whose last token is dropped, and see that it truly is."""
     setting = Setting(look_ahead=1, width=None, chunk=4, rate="0.1")
     for seed in range(20):
-        ids = prompt_of(200, seed)
-        if 199 not in reference.choose(ids, look_ahead=1, width=None, chunk=4, rate="0.1").kept:
+        ids = prompt_of(150, seed)
+        if 149 not in reference.choose(ids, look_ahead=1, width=None, chunk=4, rate="0.1").kept:
             selection = check(tiny, reference, ids, setting)
-            assert selection.kept_indices[-1] < 199
+            assert selection.kept_indices[-1] < 149
             return
     pytest.fail("no prompt of twenty drops its last token")
 
