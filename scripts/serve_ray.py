@@ -5,7 +5,7 @@ The same API as scripts/serve.py behind one address. Each replica is a process w
 that Ray gives it. Requests whose prompts begin alike go to the same replica, unless it has much more to do than others.
 Without --address a Ray cluster of this machine alone is started, and ended again. SIGTERM or Ctrl-C: what runs may
 finish within --shutdown-timeout; a second one ends at once.
-Exit status: 0 after a shutdown, 1 when a replica could not be started, 2 for bad input, 130 or 143 after a second signal.
+Exit status: 0 after a shutdown, 1 when a replica could not start, 2 for bad input, 130 or 143 after a second signal.
 
     python scripts/serve_ray.py --replicas 2
     python scripts/serve_ray.py --main meta-llama/Llama-3.1-8B-Instruct --speculator meta-llama/Llama-3.2-1B-Instruct \
@@ -22,17 +22,18 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reads it when it is imported, and would report to its makers
+os.environ.setdefault(
+    "RAY_USAGE_STATS_ENABLED", "0"
+)  # Ray reads it when it is imported, and would report to its makers
 
 import ray
 import tyro
-from ray import serve
 
 from specprefill_jax import command_line
 from specprefill_jax.config import SpecPrefillConfig, check_integer
 from specprefill_jax.engine.request import EngineConfig
 from specprefill_jax.errors import argument_error
-from specprefill_jax.server.ray_app import RaySettings, ReplicaEngine, build, deploy
+from specprefill_jax.server.ray_app import RaySettings, ReplicaEngine, build, deploy, shut_down
 from specprefill_jax.server.service import ServerSettings
 from specprefill_jax.view.spans import visible
 
@@ -123,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {visible(str(error))}", file=sys.stderr)
         return 1
     finally:
-        serve.shutdown()
+        shut_down(options.deployment.shutdown_timeout)
         ray.shutdown()
 
 
@@ -162,7 +163,8 @@ def connect(options: Options) -> None:
         except ConnectionError as error:
             raise argument_error("address", options.address, f"a Ray cluster's ({error})") from None
         return
-    ray.init(include_dashboard=False, log_to_driver=not options.quiet)
+    # On this address Ray's own ports, which run whatever they are sent, are closed to other machines.
+    ray.init(include_dashboard=False, log_to_driver=not options.quiet, _node_ip_address="127.0.0.1")
     there, wanted = ray.cluster_resources(), options.deployment
     for flag, kind, each in (("num_cpus", "CPU", wanted.num_cpus), ("num_gpus", "GPU", wanted.num_gpus)):
         if each * wanted.replicas > there.get(kind, 0):

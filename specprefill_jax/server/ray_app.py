@@ -7,6 +7,7 @@ beginning is known (`ray_policies`), and passes on what the app of one `Replica`
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from prometheus_client.registry import Collector
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
@@ -28,7 +29,7 @@ from specprefill_jax.config import check_integer, check_real
 from specprefill_jax.engine.request import EngineConfig
 from specprefill_jax.errors import argument_error
 from specprefill_jax.server.app import create_app
-from specprefill_jax.server.errors import ApiError
+from specprefill_jax.server.errors import ApiError, unavailable
 from specprefill_jax.server.prefix_key import prefix_key
 from specprefill_jax.server.ray_policies import PrefixRouter, QueuedTokens
 from specprefill_jax.server.service import EngineLike, ServerSettings
@@ -43,7 +44,21 @@ PROMPT_WAIT = 30.0
 PROBE_WAIT = 5.0
 """The same for everything else, and for the replicas' metrics."""
 
-_SCOPE = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers")
+NAME = "specprefill"
+"""Of the application on Ray Serve."""
+
+_SCOPE = (
+    "type",
+    "asgi",
+    "http_version",
+    "method",
+    "scheme",
+    "path",
+    "raw_path",
+    "query_string",
+    "root_path",
+    "headers",
+)
 
 
 class ReplicaEngine(EngineLike, Protocol):
@@ -164,6 +179,8 @@ class Front:
         """Pass on to `replicas`; of longer bodies only what makes a replica refuse them."""
         self._replicas = replicas
         self._max_body_bytes = max_body_bytes
+        self._draining = False
+        self._running: set[_Relay] = set()
 
     async def __call__(self, request: HttpRequest) -> Response:
         """The answer to one request."""
@@ -174,10 +191,21 @@ class Front:
             body = await _read(request, self._max_body_bytes)
         except ClientDisconnect:
             return Response(status_code=400)  # nobody reads it
+        if self._draining:
+            return unavailable("draining").response()
         key = prefix_key(path, body) if len(body) <= self._max_body_bytes else ""
         scope = {name: request.scope[name] for name in _SCOPE if name in request.scope}
         handle = self._replicas.options(stream=True, method_name="exchange", session_id=key)
-        return _Relay(handle.remote(scope, body), PROMPT_WAIT if request.method == "POST" else PROBE_WAIT)
+        wait = PROMPT_WAIT if request.method == "POST" else PROBE_WAIT
+        return _Relay(handle.remote(scope, body), wait, self._running)
+
+    async def drain(self, seconds: float) -> bool:
+        """Take no more requests, and wait so long for those that run; whether all of them ended."""
+        self._draining = True
+        deadline = time.monotonic() + seconds
+        while self._running and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+        return not self._running
 
     async def _metrics(self) -> Response:
         try:
@@ -207,15 +235,24 @@ class _Relay(Response):
     """A replica's answer as it comes. A replica that is lost before it began to answer makes it a 503; after that, an
     event stream ends with an error and [DONE], and anything else breaks off."""
 
-    def __init__(self, answer: Any, wait: float) -> None:
-        """Pass on `answer`, of `Replica.exchange`; it must begin within `wait` seconds."""
+    def __init__(self, answer: Any, wait: float, running: "set[_Relay]") -> None:
+        """Pass on `answer`, of `Replica.exchange`; it must begin within `wait` seconds, and is in `running` for its
+        duration."""
         self._answer = answer
         self._wait = wait
+        self._running = running
         self.status_code = 200
         self.background = None
         self.init_headers()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._running.add(self)
+        try:
+            await self._pass_on(scope, receive, send)
+        finally:
+            self._running.discard(self)
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = events = False
         try:
             await asyncio.wait_for(anext(self._answer), self._wait)
@@ -330,7 +367,6 @@ def build(
     return front.bind(replicas.bind(load, server), server.max_body_bytes)
 
 
-
 def deploy(
     application: serve.Application, host: str, port: int, *, every_node: bool = False, log_requests: bool = False
 ) -> None:
@@ -352,4 +388,18 @@ def deploy(
         http_options={"host": host, "port": port},
         controller_options={"runtime_env": {"env_vars": forced}},
     )
-    serve.run(application, name="specprefill", route_prefix="/", logging_config={"enable_access_log": log_requests})
+    serve.run(application, name=NAME, route_prefix="/", logging_config={"enable_access_log": log_requests})
+
+
+def shut_down(seconds: float) -> bool:
+    """Take no more requests, let those that run finish within so many seconds, and end Ray Serve.
+
+    Returns whether all of them did; the others' connections break. (Ray by itself would break all of them, since its
+    proxies go first.)
+    """
+    finished = False
+    with contextlib.suppress(RayError, RayServeException, TimeoutError):  # never deployed, or lost
+        front = serve.get_app_handle(NAME)
+        finished = all(front.broadcast("drain", seconds).results(timeout_s=seconds + PROBE_WAIT))
+    serve.shutdown()
+    return finished

@@ -37,6 +37,12 @@ class Remote(Server):
     def __init__(self, port):
         self.port = port
 
+    def frames(self, path, body, headers):
+        """The frames of a stream."""
+        status, _, data = self.ask("POST", path, body, headers)
+        assert (status, data[-2:]) == (200, b"\n\n")
+        return data.decode()[:-2].split("\n\n")
+
 
 @pytest.fixture(scope="module")
 def remote():
@@ -89,14 +95,13 @@ def process_in(text):
 def ask(remote, body):
     """The text of an answer and the code of the error that came instead: one of them is None."""
     status, _, data = remote.ask("POST", "/v1/chat/completions", body, HEADERS)
-    if not body.get("stream"):
-        value = json.loads(data)
-        return (value["choices"][0]["message"]["content"], None) if status == 200 else (None, value["error"]["code"])
     if status != 200:
         return None, json.loads(data)["error"]["code"]
+    if not body.get("stream"):
+        return json.loads(data)["choices"][0]["message"]["content"], None
     *frames, last, rest = data.decode().split("\n\n")
     assert (last, rest) == ("data: [DONE]", "")
-    chunks = [json.loads(frame.removeprefix("data: ")) for frame in frames]
+    chunks = [json.loads(frame.removeprefix("data: ")) for frame in frames if not frame.startswith(":")]
     if "error" in chunks[-1]:
         return None, chunks[-1]["error"]["code"]
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
@@ -175,7 +180,12 @@ def test_work_for_a_client_that_went_ends(remote, stream):
     before = aborted(remote)
     body = chat("long", ignore_eos=True, max_tokens=1000, stream=stream)
     data = json.dumps(body).encode()
-    lines = ["POST /v1/chat/completions HTTP/1.1", "Host: x", "Content-Type: application/json", f"Authorization: Bearer {KEY}"]
+    lines = [
+        "POST /v1/chat/completions HTTP/1.1",
+        "Host: x",
+        "Content-Type: application/json",
+        f"Authorization: Bearer {KEY}",
+    ]
     with closing(socket.create_connection(("127.0.0.1", remote.port))) as client:
         client.sendall("\r\n".join([*lines, f"Content-Length: {len(data)}", "", ""]).encode() + data)
         if stream:
@@ -226,13 +236,17 @@ def test_a_killed_replica_loses_only_what_it_was_working_on(remote):
     found = two_homes(remote)
     (victim, lost), (survivor, kept) = found.items()
     load = Load(remote)
+
+    def replacements():
+        return {process for _, process in load.answers} - {victim, survivor}
+
     with ThreadPoolExecutor(8) as pool:
         clients = [pool.submit(load.ask, system, bool(index % 2)) for index, system in enumerate(lost + kept)]
         try:
             time.sleep(1.0)
             killed = time.monotonic()
             os.kill(victim, signal.SIGKILL)
-            until(lambda: len({process for _, process in load.answers} - {victim, survivor}) == 1 or any_ended(clients))
+            until(lambda: replacements() or any(client.done() for client in clients))
         finally:
             load.done.set()
         for client in clients:
@@ -241,16 +255,8 @@ def test_a_killed_replica_loses_only_what_it_was_working_on(remote):
     assert {attempt.error for attempt in failed} == {"replica_lost"}
     assert 1 <= len(failed) <= len(lost)
     assert all(attempt.began < killed and attempt.system in lost for attempt in failed)
-    assert {process for system, process in load.answers if system in kept} <= {survivor, *new_of(load, found)}
-    until(lambda: set(two_homes(remote)) == {survivor, *new_of(load, found)})
-
-
-def any_ended(clients):
-    return any(client.done() for client in clients)
-
-
-def new_of(load, found):
-    return {process for _, process in load.answers} - found.keys()
+    assert len(replacements()) == 1
+    assert gone(victim)
 
 
 def test_an_engine_that_failed_is_replaced(remote):
@@ -283,6 +289,27 @@ def gone(process):
     return False
 
 
+def test_shutting_down_lets_streams_finish(remote):
+    """The last test that uses the deployment: it ends it."""
+    from specprefill_jax.server.ray_app import shut_down
+
+    systems = [systems[0] for systems in two_homes(remote).values()]
+    with ThreadPoolExecutor(3) as pool:
+        bodies = [chat(system, stream=True, ignore_eos=True, max_tokens=400) for system in systems]
+        streams = [pool.submit(remote.frames, "/v1/chat/completions", body, HEADERS) for body in bodies]
+        time.sleep(0.5)
+        ending = pool.submit(shut_down, 30.0)
+        until(lambda: remote.ask("GET", "/health")[0] == 503)
+        status, value = remote.post("/v1/chat/completions", chat("late"), HEADERS)
+        assert (status, value["error"]["code"]) == (503, "engine_draining")
+        assert not any(stream.done() for stream in streams)
+        for stream in streams:
+            *_, end, done = stream.result(60)
+            assert done == "data: [DONE]"
+            assert json.loads(end.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        assert ending.result(60)
+
+
 class TestPolicies:
     """Ray's questions, asked by hand."""
 
@@ -293,7 +320,6 @@ class TestPolicies:
 
         router = PrefixRouter.__new__(PrefixRouter)
         router.initialize_state(slack=slack)
-        router._replica_queue_len_cache = {SimpleNamespace: None}
         replicas = [SimpleNamespace(replica_id=Id(name)) for name in lengths]
         router._replica_queue_len_cache = {Id(name): length for name, length in lengths.items()}
         pending = SimpleNamespace(
