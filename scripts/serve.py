@@ -235,12 +235,14 @@ def load(
 ) -> None:
     """Load and warm up the engine, and hand it to `ready`; else say why not and give the exit status to `failed`."""
     start = time.perf_counter()
-    phases: set[str] = set()
+    told: tuple[str, float] = ("", start)
 
     def report(phase: str, done: int, total: int) -> None:
-        if phase not in phases or done == total:
-            phases.add(phase)
-            say(f"{phase} {done}/{total}  {seconds(time.perf_counter() - start)}")
+        nonlocal told
+        now = time.perf_counter()
+        if phase != told[0] or done == total or now - told[1] > 5:
+            told = (phase, now)
+            say(f"{phase} {done}/{total}  {seconds(now - start)}")
 
     try:
         from specprefill_jax.engine.engine import Engine

@@ -12,7 +12,9 @@ Exit status: 0 after a shutdown, 1 when a replica could not start, 2 for bad inp
         --dtype bfloat16 --replicas 2 --max-replicas 8 --num-gpus 1 --address auto --every-node --host 0.0.0.0
 """
 
+import contextlib
 import functools
+import ipaddress
 import logging
 import os
 import signal
@@ -105,6 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             keep_alive_seconds=options.keep_alive_seconds,
             defaults=options.config,
         )
+        if not settings.api_keys and not loopback(options.host):
+            print("warning: anyone who can reach this address can use the server: set --api-key", file=sys.stderr)
         application = build(functools.partial(load, options), options.engine, settings, options.deployment)
         connect(options)
     except (ValueError, OSError) as error:
@@ -185,6 +189,13 @@ def watch_signals() -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, take)
+
+
+def loopback(host: str) -> bool:
+    """Whether other machines cannot reach this address."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def url(host: str, port: int) -> str:

@@ -180,4 +180,8 @@ def _answer_tokens(engine: EngineLike, prompt_tokens: int, max_tokens: int | Non
             "max_tokens" if room > 0 else "prompt",
             "context_length_exceeded",
         )
-    return room if max_tokens is None else max_tokens
+    if max_tokens is not None:
+        return max_tokens
+    # What is left of the context, as far as the cache can hold it with a prompt that is read whole; with one that is
+    # longer than the cache, and so must be read in part, half of it.
+    return max(1, min(room, max(engine.cache_tokens - prompt_tokens, engine.cache_tokens // 2)))

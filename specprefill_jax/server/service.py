@@ -43,6 +43,10 @@ class EngineLike(Protocol):
         """Tokens of prompt and answer together."""
 
     @property
+    def cache_tokens(self) -> int:
+        """Tokens that the main model's cache holds, of all requests together."""
+
+    @property
     def state(self) -> str:
         """One of "loading", "ready", "draining", "stuck", "failed" and "closed"."""
 

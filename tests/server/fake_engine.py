@@ -55,6 +55,7 @@ class FakeEngine:
         self.model_root = "root/of/fake"
         self.vocab_size = 300
         self.max_model_len = 4096
+        self.cache_tokens = 65_536
         self.done = Stats(1, 2, 3, 40, 0.25, 0.5, 100, 60, 20, 50, 4, 5, 6)
         self._jobs: deque[_Job] = deque()
         self._live: dict[str, _Job] = {}
