@@ -39,7 +39,7 @@ test-real: $(READY)  ## SmolLM2-135M against its goldens; fetches the built-in m
 test-browser: $(READY)  ## the server's page in a headless Chromium, which must be there (or CHROMIUM=path)
 	@$(PY) -m pytest -m browser tests/server/test_page.py $(PYTEST_ARGS)
 
-test-ray: $(READY)  ## replicas on a Ray cluster of this machine; installs Ray, a large download, and takes about a minute
+test-ray: $(READY)  ## replicas on a Ray cluster of this machine; installs Ray, a large download, and takes a minute or two
 	@$(PY) -m pytest -m ray tests/server/test_ray.py $(PYTEST_ARGS)
 
 lint: $(READY)  ## ruff, format check, mypy

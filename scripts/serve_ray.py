@@ -17,27 +17,26 @@ import functools
 import ipaddress
 import logging
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-os.environ.setdefault(
-    "RAY_USAGE_STATS_ENABLED", "0"
-)  # Ray reads it when it is imported, and would report to its makers
-
-import ray
 import tyro
 
 from specprefill_jax import command_line
 from specprefill_jax.config import SpecPrefillConfig, check_integer
 from specprefill_jax.engine.request import EngineConfig
 from specprefill_jax.errors import argument_error
-from specprefill_jax.server.ray_app import RaySettings, ReplicaEngine, build, deploy, shut_down
+from specprefill_jax.server.ray_settings import RaySettings
 from specprefill_jax.server.service import ServerSettings
 from specprefill_jax.view.spans import visible
+
+if TYPE_CHECKING:
+    from specprefill_jax.server.ray_app import ReplicaEngine
 
 
 @dataclass(frozen=True)
@@ -109,6 +108,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         if not settings.api_keys and not loopback(options.host):
             print("warning: anyone who can reach this address can use the server: set --api-key", file=sys.stderr)
+        prepare_environment(options)
+        import ray
+
+        from specprefill_jax.server.ray_app import build, deploy, shut_down
+
         application = build(functools.partial(load, options), options.engine, settings, options.deployment)
         connect(options)
     except (ValueError, OSError) as error:
@@ -139,7 +143,7 @@ def parse(argv: Sequence[str]) -> Options:
     return options
 
 
-def load(options: Options) -> ReplicaEngine:
+def load(options: Options) -> "ReplicaEngine":
     """A replica's engine; called in its process, on its devices."""
     from specprefill_jax.engine.engine import Engine
     from specprefill_jax.sharding.mesh import make_mesh
@@ -159,16 +163,26 @@ def load(options: Options) -> ReplicaEngine:
     return engine
 
 
+def prepare_environment(options: Options) -> None:
+    """Set what Ray reads when it is imported, unless the user has."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray tells its makers of every cluster
+    if options.address is None:
+        # Ray listens on all of this machine's addresses and runs whatever it is sent by those who have the token.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
 def connect(options: Options) -> None:
     """Join the cluster, or start one here; raises ArgumentError where the replicas have no room, or there is none."""
+    import ray
+
     if options.address is not None:
         try:
             ray.init(address=options.address, log_to_driver=not options.quiet)
         except ConnectionError as error:
             raise argument_error("address", options.address, f"a Ray cluster's ({error})") from None
         return
-    # On this address Ray's own ports, which run whatever they are sent, are closed to other machines.
-    ray.init(include_dashboard=False, log_to_driver=not options.quiet, _node_ip_address="127.0.0.1")
+    ray.init(include_dashboard=False, log_to_driver=not options.quiet)
     there, wanted = ray.cluster_resources(), options.deployment
     for flag, kind, each in (("num_cpus", "CPU", wanted.num_cpus), ("num_gpus", "GPU", wanted.num_gpus)):
         if each * wanted.replicas > there.get(kind, 0):

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
@@ -25,13 +24,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from specprefill_jax.config import check_integer, check_real
 from specprefill_jax.engine.request import EngineConfig
-from specprefill_jax.errors import argument_error
 from specprefill_jax.server.app import create_app
 from specprefill_jax.server.errors import ApiError, unavailable
 from specprefill_jax.server.prefix_key import prefix_key
 from specprefill_jax.server.ray_policies import PrefixRouter, QueuedTokens
+from specprefill_jax.server.ray_settings import RaySettings
 from specprefill_jax.server.service import EngineLike, ServerSettings
 from specprefill_jax.server.sse import DONE, frame
 
@@ -66,50 +64,6 @@ class ReplicaEngine(EngineLike, Protocol):
 
     def close(self) -> None:
         """End everything."""
-
-
-@dataclass(frozen=True)
-class RaySettings:
-    """The deployment's size and manners. A value that is not allowed raises `errors.ArgumentError`."""
-
-    replicas: int = 1
-    """Engines to start with, and to keep at least."""
-
-    max_replicas: int | None = None
-    """Engines that queued prompt tokens may call for; None: no more than `replicas`."""
-
-    queued_tokens_per_replica: int = 16384
-    """Prompt tokens that wait, a replica, before there shall be another replica."""
-
-    fronts: int = 1
-    """Processes that pass requests on; each takes a few hundred streams."""
-
-    num_cpus: float = 1.0
-    """CPUs that Ray sets aside for a replica."""
-
-    num_gpus: float = 0.0
-    """GPUs that Ray sets aside for a replica and shows it; all of them share its models."""
-
-    prefix_slack: int = 8
-    """So many requests more than the least busy replica has may wait where their prompt's beginning is known."""
-
-    shutdown_timeout: float = 60.0
-    """Seconds that running requests may take to finish when a replica is to go."""
-
-    health_check_period: float = 5.0
-    """Seconds between two looks at an engine; one that is stuck or has failed three times in a row is replaced."""
-
-    def __post_init__(self) -> None:
-        for name in ("replicas", "queued_tokens_per_replica", "fronts"):
-            check_integer(name, getattr(self, name), 1)
-        check_integer("prefix_slack", self.prefix_slack, 0)
-        if self.max_replicas is not None:
-            check_integer("max_replicas", self.max_replicas, self.replicas)
-        for name in ("num_cpus", "num_gpus", "shutdown_timeout"):
-            check_real(name, getattr(self, name), "a finite number of at least 0", lambda x: x >= 0)
-        if self.num_gpus > 1 and self.num_gpus != int(self.num_gpus):
-            raise argument_error("num_gpus", self.num_gpus, "a whole number where it is above 1")
-        check_real("health_check_period", self.health_check_period, "a finite number above 0", lambda x: x > 0)
 
 
 class Replica:
@@ -392,7 +346,8 @@ def deploy(
 
 
 def shut_down(seconds: float) -> bool:
-    """Take no more requests, let those that run finish within so many seconds, and end Ray Serve.
+    """Take no more requests, let those that run finish within so many seconds, and end this application, and Ray Serve
+    with it unless it runs others.
 
     Returns whether all of them did; the others' connections break. (Ray by itself would break all of them, since its
     proxies go first.)
@@ -401,5 +356,8 @@ def shut_down(seconds: float) -> bool:
     with contextlib.suppress(RayError, RayServeException, TimeoutError):  # never deployed, or lost
         front = serve.get_app_handle(NAME)
         finished = all(front.broadcast("drain", seconds).results(timeout_s=seconds + PROBE_WAIT))
-    serve.shutdown()
+    if serve.status().applications.keys() <= {NAME}:
+        serve.shutdown()
+    else:
+        serve.delete(NAME)
     return finished
