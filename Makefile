@@ -10,12 +10,14 @@ PY := $(VENV)/bin/python
 STAMPS := $(VENV)/.specprefill
 # Extra arguments for pytest: make test PYTEST_ARGS="-k rope -x"
 PYTEST_ARGS ?=
+# Flags of the server: make serve SERVE_ARGS="--keep-rate 0.1 --port 8080"
+SERVE_ARGS ?=
 # The interpreter for the peer's environment, which is not ours.
 PEER_PYTHON ?= python3.11
 # The set-up that all the goals together want: with make -j, nothing runs in .venv while pip still changes it.
 READY := $(STAMPS)/$(if $(filter setup lint format,$(MAKECMDGOALS)),dev,$(if $(filter test test-real test-browser,$(MAKECMDGOALS)),test,base))
 
-.PHONY: help setup demo test test-real test-browser lint format bench roofline aot peer clean distclean
+.PHONY: help setup demo serve test test-real test-browser lint format bench roofline aot peer clean distclean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -25,8 +27,11 @@ setup: $(READY)  ## make .venv with everything that tests, lint and scripts need
 demo: $(READY)  ## a real Llama answers a question about a long text, read whole and read sparsely
 	@$(PY) scripts/generate.py --main smollm2-135m-deep4 --speculator smollm2-135m --keep-rate 0.15 --compare --file examples/ferry-house.txt --question "What is the code for the cellar door?"
 
+serve: $(STAMPS)/serve  ## serve the demo's pair at http://127.0.0.1:8000 (SERVE_ARGS="--main ..." for others)
+	@exec $(PY) scripts/serve.py $(SERVE_ARGS)
+
 test: $(READY)  ## run the tests (PYTEST_ARGS="-k name" to choose)
-	@$(PY) -m pytest -n auto --maxprocesses 4 $(PYTEST_ARGS)
+	@$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
 
 test-real: $(READY)  ## SmolLM2-135M against its goldens; fetches the built-in model where it is not there yet
 	@SPECPREFILL_JAX_CACHE="$${SPECPREFILL_JAX_CACHE:-$${XDG_CACHE_HOME:-$$HOME/.cache}}" $(PY) -m pytest -m real tests/test_real_model.py
@@ -82,6 +87,11 @@ $(STAMPS)/base: pyproject.toml | $(PY)
 	@echo "Installing specprefill_jax and what it needs into $(VENV)."
 	@$(call install,$(PY),--editable .)
 	@mkdir -p $(@D) && touch $@
+
+$(STAMPS)/serve: $(STAMPS)/base
+	@echo "Installing what the server needs."
+	@$(call install,$(PY),--editable '.[serve]')
+	@touch $@
 
 $(STAMPS)/test: $(STAMPS)/base
 	@echo "Installing what the tests need."

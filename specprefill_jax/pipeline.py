@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from specprefill_jax import costs
 from specprefill_jax.cache import capacity_for
+from specprefill_jax.chat_prompt import Spans, encode_chat
 from specprefill_jax.compilation import use_compilation_cache
 from specprefill_jax.config import SamplingParams, SpecPrefillConfig, check_integer
 from specprefill_jax.decode import Decoder, TokenLogprobs
@@ -178,20 +179,17 @@ class SpecPrefill:
         """
         return self._encode(prompt)[0]
 
-    def _encode(self, prompt: Prompt) -> tuple[np.ndarray, int]:
-        """Token ids, and how many at the end are a chat template's header of the answer (0 for other prompts)."""
+    def _encode(self, prompt: Prompt) -> tuple[np.ndarray, Spans]:
+        """Token ids, and the spans of them that a chat prompt must keep (none for other prompts)."""
         flat = prompt.ndim == 1 if isinstance(prompt, np.ndarray) else isinstance(prompt, Sequence)
         if not flat or isinstance(prompt, bytes | bytearray | memoryview):
             raise argument_error("prompt", prompt, PROMPT_KINDS)
         if isinstance(prompt, str):
-            return self._checked(self._tokenizer("prompt").encode(prompt)), 0
+            return self._checked(self._tokenizer("prompt").encode(prompt)), ()
         if not (len(prompt) and isinstance(prompt[0], Mapping)):
-            return self._checked(cast(Sequence[int], prompt)), 0
-        tokenizer, chat = self._tokenizer("prompt"), cast(Sequence[Mapping[str, Any]], prompt)
-        ids = self._checked(tokenizer.encode_chat(chat))
-        without = tokenizer.encode_chat(chat, add_generation_prompt=False)
-        same = next((i for i, (a, b) in enumerate(zip(ids, without, strict=False)) if a != b), len(without))
-        return ids, max(0, len(ids) - same)
+            return self._checked(cast(Sequence[int], prompt)), ()
+        chat = encode_chat(self._tokenizer("prompt"), cast(Sequence[Mapping[str, Any]], prompt))
+        return self._checked(chat.ids), chat.forced_spans
 
     def select(self, prompt: Prompt, config: SpecPrefillConfig | None = None) -> Selection:
         """Choose which tokens of a prompt the main model should read.
@@ -201,8 +199,8 @@ class SpecPrefill:
             SpecPrefillError: in paper mode, a speculator that failed.
         """
         config = config or SpecPrefillConfig()
-        ids, tail = self._encode(prompt)
-        selection = self._select(ids, tail, config, None)
+        ids, spans = self._encode(prompt)
+        selection = self._select(ids, spans, config, None)
         try:
             selection.check()
         except SpecPrefillError as error:
@@ -245,7 +243,7 @@ class SpecPrefill:
         clock = PhaseClock()
         sampling = sampling or SamplingParams()
         config = config or SpecPrefillConfig()
-        ids, tail = self._encode(prompt)
+        ids, spans = self._encode(prompt)
         if len(ids) >= self.max_prompt_tokens:
             allowed = f"shorter than the context of {self.max_prompt_tokens} tokens, to leave room for an answer"
             raise ArgumentError(f"prompt of {len(ids)} tokens is not allowed: prompt must be {allowed}")
@@ -253,7 +251,7 @@ class SpecPrefill:
             self._tokenizer("stop")
         clock.count("tokenise", len(ids))
         clock.stop()  # until the first piece is asked for
-        return self._stream(ids, tail, sampling, config, clock)
+        return self._stream(ids, spans, sampling, config, clock)
 
     def warm_up(
         self, num_tokens: int, config: SpecPrefillConfig | None = None, sampling: SamplingParams | None = None
@@ -269,11 +267,11 @@ class SpecPrefill:
         with self.main.one_layer(), self.speculator.model.one_layer():
             for whole in (True, False):
                 settings = SpecPrefillConfig(enabled=False) if whole else config
-                for _, _ in zip(self._stream(ids, 0, sampling, settings, PhaseClock()), range(3), strict=False):
+                for _, _ in zip(self._stream(ids, (), sampling, settings, PhaseClock()), range(3), strict=False):
                     pass
 
     def _stream(
-        self, ids: np.ndarray, tail: int, sampling: SamplingParams, config: SpecPrefillConfig, clock: PhaseClock
+        self, ids: np.ndarray, spans: Spans, sampling: SamplingParams, config: SpecPrefillConfig, clock: PhaseClock
     ) -> Iterator[Piece]:
         clock.phase("tokenise")
         limit = min(sampling.max_tokens, self.max_prompt_tokens - len(ids))
@@ -290,7 +288,7 @@ class SpecPrefill:
             [_seed(sampling)],
             put=self.main.put,
         )
-        selection, step, slot = self._read(ids, tail, config, limit, clock)
+        selection, step, slot = self._read(ids, spans, config, limit, clock)
         position = self.main.put(np.full((1,), len(ids), np.int32))
         seen = None
         if sampling.repetition_penalty != 1.0:
@@ -332,11 +330,11 @@ class SpecPrefill:
         yield Piece(closing, None, output)
 
     def _read(
-        self, ids: np.ndarray, tail: int, config: SpecPrefillConfig, max_tokens: int, clock: PhaseClock
+        self, ids: np.ndarray, spans: Spans, config: SpecPrefillConfig, max_tokens: int, clock: PhaseClock
     ) -> tuple[Selection, Step, jax.Array]:
         """Select, prefill, and fall back to a dense prefill from a clean cache if the speculator fails."""
         marks = Marks(clock, eager=self.main.layerwise)
-        selection = self._select(ids, tail, config, marks)
+        selection = self._select(ids, spans, config, marks)
         step, slot = self._main_prefill(ids, selection, max_tokens)
         marks.reach(step.hidden, "first_token")
         clock.count("main_prefill", selection.plan.max_kept_tokens)
@@ -354,11 +352,12 @@ class SpecPrefill:
             clock.phase("first_token")
         return selection, step, slot
 
-    def _select(self, ids: np.ndarray, tail: int, config: SpecPrefillConfig, marks: Marks | None) -> Selection:
+    def _select(self, ids: np.ndarray, spans: Spans, config: SpecPrefillConfig, marks: Marks | None) -> Selection:
         """Plan on the host, then enqueue speculation, scoring and choice on the device; waits for nothing."""
         look_ahead = config.look_ahead or self.default_look_ahead
         gain = partial(self.predicted_gain, len(ids), look_ahead)
-        planned = plan(len(ids), config, generation_tail=tail, predicted_gain=gain)
+        forced = spans if config.mode == "product" else ()
+        planned = plan(len(ids), config, forced_spans=forced, predicted_gain=gain)
         if not planned.engaged:
             if marks is not None:
                 marks.clock.phase("main_prefill")

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as Backend
 
 from specprefill_jax import gguf_tokenizer
@@ -147,11 +147,22 @@ class Tokenizer:
         As in transformers, the text of a special token (`<|im_end|>`) within `text` becomes that token: a plain prompt
         may hold a ready-made chat. Whoever passes on text of others decides whether that is wanted.
         """
+        return self._encoding(text, add_special_tokens).ids
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids of `text` with nothing added, and the characters [start, end) of it that each is made from.
+
+        Tokens that share a character both name it; a token may leave out white space at its ends.
+        """
+        encoding = self._encoding(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> Encoding:
         if not isinstance(text, str):
             raise argument_error("text", text, "a str")
         try:
             text.encode()  # the library's own complaint is a TypeError that says neither what nor where
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._backend.encode(text, add_special_tokens=add_special_tokens)
         except UnicodeEncodeError as error:
             raise argument_error("text", text, f"valid Unicode (lone surrogate at character {error.start})") from error
 

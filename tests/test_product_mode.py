@@ -2,13 +2,20 @@
 
 import math
 import time
+from functools import partial
 
+import jax
 import numpy as np
 import oracle
 import pytest
 from agreement import assert_greedy, prompt_of, relative_error
+from small_tokenizers import byte_level
 
-from specprefill_jax import SamplingParams, SpecPrefillConfig
+from specprefill_jax import SamplingParams, SpecPrefillConfig, pipeline
+from specprefill_jax.chat_prompt import encode_chat
+from specprefill_jax.kernels.chunk_topk import chunk_topk
+from specprefill_jax.selection import plan
+from specprefill_jax.tokens import Tokenizer
 
 OPEN = {"min_prompt_tokens": 0, "min_predicted_gain": 0.0, "eos_token_ids": ()}  # no gate but the budget's own
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -179,19 +186,74 @@ def test_output_says_what_was_decided(tiny):
     assert output.finish_reason == "length"
 
 
-class LongHeader:
-    """A tokenizer whose chat template ends with a header of 200 tokens."""
+def chat_tokenizer(header: str = "[assistant]") -> Tokenizer:
+    """A byte or little more a token; ids that the tiny models have."""
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}" + header
+    return Tokenizer(byte_level(), chat_templates={"default": template})
 
-    def encode_chat(self, messages, add_generation_prompt=True):
-        return prompt_of(2000) + ([7] * 200 if add_generation_prompt else [])
+
+CHAT = [
+    {"role": "system", "content": "Answer from what is found. " * 2},
+    {"role": "user", "content": "Where is the boat?"},
+    {"role": "tool", "content": "The river is slow. " * 18},
+    {"role": "user", "content": "And which colour has it?"},
+]
 
 
 def test_a_chats_generation_header_is_kept_whatever_its_length(tiny, monkeypatch):
     """Longer than `tail_tokens`, and all of it is read; text given as ids has no header."""
-    config = SpecPrefillConfig(keep_rate=0.3, min_predicted_gain=0.0)
-    monkeypatch.setattr(tiny, "tokenizer", LongHeader())
-    chat = tiny.select([{"role": "user", "content": "anything"}], config)
+    monkeypatch.setattr(tiny, "tokenizer", chat_tokenizer("[" + "-" * 198 + "]"))
+    messages = [{"role": "tool", "content": "The river is slow. " * 15}, {"role": "user", "content": "Why?"}]
+    ids = tiny.encode(messages)
+    chat, plain = (tiny.select(prompt, product(keep_rate=0.7)) for prompt in (messages, ids))
     assert chat.engaged
-    assert set(range(2000, 2200)) <= set(chat.kept_indices.tolist())
-    plain = tiny.select(prompt_of(2000) + [7] * 200, config)
-    assert len(plain.forced_chunks) == len(chat.forced_chunks) - 4
+    last = len(ids)
+    assert set(range(last - 200, last)) <= set(chat.kept_indices.tolist())
+    assert set(plain.forced_chunks) == {0} | span_chunks(last - 64, last, 32)
+    assert set(chat.forced_chunks) == {0} | span_chunks(last - 200 - len("\n[user]Why?\n"), last, 32)
+
+
+def test_a_chats_forced_spans_are_kept_whatever_the_scores(tiny, reference, monkeypatch):
+    """https://github.com/jundot/omlx/issues/2439: a scorer that puts what matters last cannot have it dropped."""
+
+    def worst_first(ahead, prompt, length, forced, chunks, kept_chunks, *, chunk_size, kept_size, size, **_):
+        position = np.arange(forced.shape[-1], dtype=np.float32)
+        scores = 1.0 + position * (position < 9)  # nothing for system prompt and tail, most for the middle
+        choose = jax.jit(partial(chunk_topk, chunk_size=chunk_size, size=kept_size))
+        choice = choose(scores[None], forced, chunks, kept_chunks, length, prompt)
+        row = jax.tree.map(lambda values: values[0], choice)
+        return np.zeros(size, np.float32), scores, row, ahead.num_queries[0], ahead.tokens[0]
+
+    monkeypatch.setattr(pipeline, "score_and_choose", worst_first)
+    monkeypatch.setattr(tiny, "tokenizer", chat_tokenizer())
+    config = product(keep_rate=0.6, tail_tokens=1)
+    output = tiny.generate(CHAT, GREEDY, config)
+    ids = tiny.encode(CHAT).tolist()
+    prompt = encode_chat(tiny.tokenizer, CHAT)
+    kept = output.selection.kept_indices.tolist()
+    assert output.selection.engaged
+    planned = plan(len(ids), config, forced_spans=prompt.forced_spans, generation_tail=prompt.generation_tail)
+    assert output.selection.forced_chunks == planned.forced_chunks
+    for start, end in prompt.forced_spans:
+        assert set(range(start, end)) <= set(kept)
+    assert prompt.forced_spans[-1][1] == len(ids) == kept[-1] + 1
+    assert tiny.tokenizer.decode(ids[-prompt.generation_tail :]) == "\n[assistant]"
+    # The answer follows the last token, as it does in the oracle, given the same kept tokens.
+    assert_greedy(output.token_ids, reference.logits_of(ids, kept, output.token_ids))
+
+
+def test_paper_mode_forces_nothing_of_a_chat(tiny, monkeypatch):
+    monkeypatch.setattr(tiny, "tokenizer", chat_tokenizer())
+    config = SpecPrefillConfig.paper(keep_rate=0.3, eos_token_ids=())
+    chat, plain = tiny.select(CHAT, config), tiny.select(tiny.encode(CHAT), config)
+    assert chat.engaged
+    assert chat.forced_chunks == ()
+    np.testing.assert_array_equal(chat.kept_indices, plain.kept_indices)
+
+
+def test_a_callers_forced_spans_are_kept_beside_a_chats(tiny, monkeypatch):
+    monkeypatch.setattr(tiny, "tokenizer", chat_tokenizer())
+    own = set(tiny.select(CHAT, product(keep_rate=0.7)).forced_chunks)
+    assert 8 not in own
+    both = tiny.select(CHAT, product(keep_rate=0.7, forced_spans=((260, 261),)))
+    assert set(both.forced_chunks) == own | {8}

@@ -109,6 +109,17 @@ class TestEncodeAndDecode:
         assert tokenizer.decode([*tokenizer.encode("he"), end]) == "he"
         assert tokenizer.decode([*tokenizer.encode("he"), end], skip_special_tokens=False) == "he<|end|>"
 
+    def test_offsets(self) -> None:
+        """In characters, not bytes; tokens of one character all name it; nothing is added in front."""
+        tokenizer = TOKENIZERS["bytes"]
+        ids, offsets = tokenizer.encode_with_offsets("hell é<|end|> w")
+        assert ids == tokenizer.encode("hell é<|end|> w", add_special_tokens=False)
+        assert offsets == [(0, 4), (4, 5), (5, 6), (5, 6), (6, 13), (13, 15)]
+        assert TOKENIZERS["llama2"].encode_with_offsets("hi 日")[1] == [(0, 2), (2, 3), (3, 4)]
+        assert tokenizer.encode_with_offsets("") == ([], [])
+        with pytest.raises(ArgumentError, match="lone surrogate at character 1"):
+            tokenizer.encode_with_offsets("a\ud800")
+
     def test_a_truncating_tokenizer_file_does_not_cut_prompts(self) -> None:
         backend = byte_level()
         backend.enable_truncation(4)

@@ -187,6 +187,11 @@ class Engine:
         """Token ids are below it."""
         return self._pair.main.config.vocab_size
 
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the main model's cache holds, of all requests together."""
+        return (self._runner.num_pages - 1) * PAGE
+
     def warm_up(self, report: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compile all programs, before `start`; called with (programs compiled, in all)."""
         width, size = self.defaults.pool_width or 0, self.defaults.chunk_size

@@ -63,8 +63,12 @@ def collectives(loaded, tokens: int) -> dict[str, int]:
     return {kind: count for kind, count in found.items() if count}
 
 
-def check_meshes() -> None:
-    """Without a mesh, as many devices as the models fit; what crosses from one mesh to another arrives."""
+def check_meshes():
+    """Without a mesh, as many devices as the models fit; what crosses from one mesh to another arrives.
+
+    Returns:
+        The pairs on eight devices and on two, for what is checked next.
+    """
     assert largest_mesh(lambda mesh: head_copies(mesh, 9, 3)).size == 3
     assert largest_mesh(lambda mesh: head_copies(mesh, 7, 7)).size == 7
     assert largest_mesh(lambda mesh: check_divides(mesh, {"V": 11})) is None
@@ -84,6 +88,7 @@ def check_meshes() -> None:
     apart = load_tiny(mesh=make_mesh(4), speculator_mesh=others)
     assert (apart.main.mesh.size, apart.speculator.model.mesh) == (4, others)
     assert apart.generate(ids, sampling, config).token_ids == g["tokens"].tolist()
+    return free, two
 
 
 def check_rows() -> None:
@@ -106,9 +111,10 @@ def check_rows() -> None:
 
 def main() -> None:
     assert jax.device_count() == 8
-    check_meshes()
+    free, two = check_meshes()
+    loaded = {2: two, 8: free}
     for devices in (1, 2, 4, 8):
-        model = load_tiny(mesh=make_mesh(devices))
+        model = loaded.get(devices) or load_tiny(mesh=make_mesh(devices))
         check_layout(model, devices)
         check_goldens(model, CASES if devices == 8 else CASES[:1])  # the more devices, the harder
         for tokens in (1, 32):
