@@ -2,8 +2,8 @@
 
     python scripts/bench_speculative.py --out benchmarks/speculative.json
 
-Each setting answers the same prompt, read in the same way; runs alternate, and ratios are taken within a round. The answers
-must be equal. The worst case is the same with proposals replaced by random tokens, once the speculator has taken its time.
+Each setting answers the same prompt, read in the same way; runs alternate, and ratios are taken within a round. The
+answers must be equal. The worst case: proposals are random tokens, once the speculator has taken its time over them.
 """
 
 import json
