@@ -47,8 +47,9 @@ def main(argv: Sequence[str]) -> int:
         args = parse(Args, argv, "eval_longbench.py")
         benchmark = read_benchmark(args.benchmark_dir)
 
+        count = count_samples(args.data_dir, benchmark, args.datasets, limit=args.limit)
+
         def samples(model: SpecPrefill) -> tuple[Iterable[Sample], int]:
-            count = count_samples(args.data_dir, args.datasets, limit=args.limit)
             found = read_samples(
                 args.data_dir,
                 benchmark,

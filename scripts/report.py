@@ -7,6 +7,7 @@ Reads every .jsonl file of rows in the folder that scripts/eval_longbench.py and
 samples each has.
 """
 
+import itertools
 import statistics
 import sys
 from collections import defaultdict
@@ -56,7 +57,6 @@ def by_setting(rows: Sequence[Row], field: str, seed: int) -> dict[str, dict[str
     lines: dict[str, dict[str, Estimate]] = {}
     for (value, setting), estimate in estimates(rows, (field, "setting"), seed).items():
         lines.setdefault(value, {})[setting] = estimate
-    lines = dict(sorted(lines.items()))
     lines["all tasks"] = {setting: estimate for (setting,), estimate in estimates(rows, ("setting",), seed).items()}
     return lines
 
@@ -65,12 +65,17 @@ def by_length(rows: Sequence[Row], setting: str, seed: int) -> tuple[list[str], 
     """Lengths, and estimates by task and length of one setting."""
     mine = [row for row in rows if row.setting == setting]
     found = estimates(mine, ("task", "bucket"), seed)
-    lengths = sorted({bucket for _, bucket in found}, key=lambda name: (not name.isdigit(), name.zfill(12)))
+    lengths = sorted({bucket for _, bucket in found}, key=_first_number)
     lines: dict[str, dict[str, Estimate]] = {}
-    for (task, bucket), estimate in sorted(found.items()):
+    for (task, bucket), estimate in found.items():
         lines.setdefault(task, {})[bucket] = estimate
     lines["all tasks"] = {bucket: estimate for (bucket,), estimate in estimates(mine, ("bucket",), seed).items()}
     return lengths, lines
+
+
+def _first_number(bucket: str) -> tuple[float, str]:
+    digits = "".join(itertools.takewhile(str.isdigit, bucket))
+    return float(digits or "inf"), bucket
 
 
 def speed(rows: Sequence[Row], settings: Sequence[str]) -> str:

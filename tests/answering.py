@@ -8,18 +8,20 @@ from specprefill_jax import Output, Timings
 from specprefill_jax.errors import SpecPrefillError
 from specprefill_jax.evals.samples import Sample
 from specprefill_jax.selection import Selection, plan
+from specprefill_jax.tokens import Tokenizer
 
 
 class Answering:
     """Answers with the number of tokens that were read; counts what it was asked."""
 
-    tokenizer = None
     max_prompt_tokens = 400
 
-    def __init__(self, fails: frozenset[int] = frozenset()):
+    def __init__(self, fails: frozenset[int] = frozenset(), tokenizer: Tokenizer | None = None):
+        self.tokenizer = tokenizer
         self.speculator = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(max_position_embeddings=300)))
         self.speculated = self.answered = 0
         self.fails = fails
+        self.asked = []
 
     def select_rates(self, ids, rates, config):
         self.speculated += 1
@@ -31,7 +33,9 @@ class Answering:
     def generate(self, ids, sampling, config, *, selection):
         self.answered += 1
         kept = selection.num_kept
-        return Output("", [kept, len(ids)][: sampling.max_tokens], "length", selection, Timings(decode=0.5), None)
+        self.asked.append((ids.tolist(), sampling))
+        text = "" if self.tokenizer is None else f"{kept} of {len(ids)}"
+        return Output(text, [kept, len(ids)][: sampling.max_tokens], "length", selection, Timings(decode=0.5), None)
 
 
 def samples_of(count: int, length: int = 100) -> list[Sample]:

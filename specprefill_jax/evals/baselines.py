@@ -7,7 +7,7 @@ towards the budget. Without them no question would be left to answer.
 
 import hashlib
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -134,8 +134,9 @@ class _Text:
         self.query: list[Hashable] = list(asked) if known else [term for token, term in self.terms if token >= tail]
 
     def _token_at(self, character: int) -> int:
-        """The token that the character belongs to: of those that begin there, the last, as the others are empty."""
-        return bisect_right(self._starts, character) - 1
+        """The token in which the character begins: of several bytes' tokens, the first."""
+        token = bisect_right(self._starts, character) - 1
+        return bisect_left(self._starts, self._starts[token])
 
     def sentence_borders(self) -> list[int]:
         """Tokens at which sentences begin, and the prompt's length."""

@@ -70,9 +70,6 @@ def execute(args: RunArgs, benchmark: str, samples: Samples, about: Mapping[str,
     if args.limit is not None:
         check_integer("limit", args.limit, 1)
     check_integer("seed", args.seed, 0)
-    model = SpecPrefill.from_pretrained(
-        args.main, args.speculator, args.dtype, speculator_layers=args.speculator_layers
-    )
     common = {
         "benchmark": benchmark,
         "main": args.main,
@@ -83,8 +80,11 @@ def execute(args: RunArgs, benchmark: str, samples: Samples, about: Mapping[str,
         **about,
     }
     path = args.out / f"{benchmark}.jsonl"
-    found, total = samples(model)
     with ResultFile(path, common, write=jax.process_index() == 0) as results:
+        model = SpecPrefill.from_pretrained(
+            args.main, args.speculator, args.dtype, speculator_layers=args.speculator_layers
+        )
+        found, total = samples(model)
         counts = run(model, found, settings, results, seed=args.seed, versions=_versions(), total=total)
     return counts, path
 

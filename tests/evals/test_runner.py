@@ -240,7 +240,7 @@ def test_spans():
 
 
 def test_on_a_real_pair_an_interruption_changes_nothing(tiny, tmp_path):
-    settings = [parse_setting(name) for name in ("dense", "p3_full", "p5_full", "random_p3")]
+    settings = [parse_setting(name) for name in ("dense", "p3_full", "random_p3")]
     run_into(tmp_path / "a.jsonl", samples_of(2), tiny, settings)
     run_into(tmp_path / "b.jsonl", samples_of(1), tiny, settings)
     with (tmp_path / "b.jsonl").open("rb+") as file:
@@ -249,4 +249,4 @@ def test_on_a_real_pair_an_interruption_changes_nothing(tiny, tmp_path):
     assert rows_of(tmp_path / "a.jsonl") == rows_of(tmp_path / "b.jsonl")
     kept = [row["num_kept"] for row in rows_of(tmp_path / "a.jsonl")]
     assert kept[0] == 100
-    assert all(32 <= count <= 64 for count in (*kept[1:4], *kept[5:]))
+    assert [36 <= count <= 64 for count in kept] == [False, True, True] * 2

@@ -102,23 +102,29 @@ def read_samples(
     """
     if max_length is not None and (max_length < 2 or tokenizer is None):
         raise argument_error("max_length", max_length, "None, or at least 2 with a model that has a tokenizer")
-    files = {}
-    for name in names:
-        check_metric(name)
-        files[name] = data_file(data_dir, name)
-        if name not in benchmark.max_tokens:
-            raise argument_error("dataset", name, "one of dataset2maxlen.json: " + ", ".join(benchmark.max_tokens))
+    files = _files(data_dir, benchmark, names)
     samples = _read(files, benchmark, tokenizer, max_length, limit)
     return samples if chat else (replace(sample, chat=False) for sample in samples)
 
 
-def count_samples(data_dir: Path, names: Sequence[str], *, limit: int | None = None) -> int:
-    """How many samples `read_samples` yields for the same arguments."""
+def count_samples(data_dir: Path, benchmark: Benchmark, names: Sequence[str], *, limit: int | None = None) -> int:
+    """How many samples `read_samples` yields for the same arguments; raises what it raises at once."""
     total = 0
-    for name in names:
-        with data_file(data_dir, name).open("rb") as lines:
+    for file in _files(data_dir, benchmark, names).values():
+        with file.open("rb") as lines:
             total += sum(1 for _ in islice((line for line in lines if line.strip()), limit))
     return total
+
+
+def _files(data_dir: Path, benchmark: Benchmark, names: Sequence[str]) -> dict[str, Path]:
+    """The datasets' files; each can be scored, and the benchmark has it."""
+    files = {}
+    for name in names:
+        check_metric(name)
+        if name not in benchmark.max_tokens:
+            raise argument_error("dataset", name, "one of dataset2maxlen.json: " + ", ".join(benchmark.max_tokens))
+        files[name] = data_file(data_dir, name)
+    return files
 
 
 def _read(
