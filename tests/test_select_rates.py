@@ -22,9 +22,9 @@ def test_rates_from_one_speculation_equal_select(tiny, config):
     ids, rates = prompt_of(100), (0.1, 0.5, 0.3, 1.0)
     calls, read = [], tiny.speculator.read
 
-    def counted(*arguments):
+    def counted(*arguments, **named):
         calls.append(1)
-        return read(*arguments)
+        return read(*arguments, **named)
 
     tiny.speculator.read = counted
     try:
