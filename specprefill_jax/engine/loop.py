@@ -76,6 +76,8 @@ class Loop:
         self._selections: OrderedDict[tuple, Selection] = OrderedDict()
         self._selecting: dict[tuple, Work] = {}
         self._pending: list[_Pending] = []
+        self._losses = 0
+        """How often the caches were lost: what a round had planned for their pages is then void."""
 
     def end_all(self, reason: FinishReason, error: str | None = None) -> None:
         """End every request."""
@@ -123,9 +125,10 @@ class Loop:
         self.counters["preemptions"] += len(planned.preempted)
         self.busy_since = time.monotonic()
         before, self._pending = self._pending, []
+        losses = self._losses
         if planned.decode:
             self._attempt([self.works[s.request_id] for s in planned.decode], self._decode, decoding=True)
-        if planned.piece is not None:
+        if planned.piece is not None and self._losses == losses:
             self._piece(planned.piece)
         for pending in before:
             self._receive(pending)
@@ -174,6 +177,7 @@ class Loop:
         log.error("a step for %s failed", [work.request.request_id for work in works], exc_info=error)
         lost = not self._runner.intact
         if lost:
+            self._losses += 1
             self._pending.clear()  # of programs that took the lost cache
             self._runner.reset()
         victims = []
@@ -184,14 +188,15 @@ class Loop:
                 self._fall_back(work, detail)
             elif decoding and len(works) > 1:
                 work.sequence.suspect = True
-                victims.append(work.sequence)
+                victims.append(work)
             else:
                 what = "the speculator failed" if speculating else "the request failed"
                 self.finish(work, "error", f"{what}: {detail}", publish=False)
-        if lost:
-            self._scheduler.start_over([work.sequence for work in self.works.values()])
-        elif victims:
-            self._scheduler.start_over(victims)
+        again = list(self.works.values()) if lost else victims
+        for work in again:
+            work.restarts += 1
+        # Even where nobody begins again: pages were published as soon as it was planned to fill them.
+        self._scheduler.start_over([work.sequence for work in again])
 
     def _fall_back(self, work: Work, detail: str) -> None:
         """Read a prompt whole, from a clean state, since its speculation failed."""
@@ -303,7 +308,7 @@ class Loop:
             hidden, logprobs = runner.prefill_with_logprobs(tokens, following, piece.start, sequence.pages)
         else:
             hidden = runner.prefill(tokens, positions, piece.start, sequence.pages)
-        chosen = None
+        chosen, restarts = None, [work.restarts]
         if piece.is_last:
             if work.request.sampling.repetition_penalty != 1.0:
                 assert sequence.row is not None
@@ -322,7 +327,7 @@ class Loop:
                 jax.block_until_ready(hidden)
                 if not sequence.generated:
                     work.request.clock.phase("first_token")
-                self._receive_tokens([work], chosen)
+                self._receive_tokens([work], restarts, chosen)
 
         return _Pending([work], receive)
 
@@ -334,7 +339,15 @@ class Loop:
         slots = np.array([s.done - 1 for s in sequences] + [0] * extra, np.int32)
         pages = [s.pages for s in sequences] + [[]] * extra
         chosen = runner.decode(self._batch(works, size), positions, slots, pages)
-        return _Pending(works, lambda: self._receive_tokens(works, chosen))
+        restarts = [work.restarts for work in works]
+
+        def receive() -> None:
+            self._receive_tokens(works, restarts, chosen)
+            for work, count in zip(works, restarts, strict=True):
+                if work.restarts == count:  # else it is yet to decode alone
+                    work.sequence.suspect = False
+
+        return _Pending(works, receive)
 
     def _batch(self, works: Sequence[Work], size: int) -> Batch:
         rows, extra = [self._row(work) for work in works], size - len(works)
@@ -363,23 +376,24 @@ class Loop:
 
     # results
 
-    def _receive_tokens(self, works: Sequence[Work], chosen: Chosen) -> None:
+    def _receive_tokens(self, works: Sequence[Work], restarts: Sequence[int], chosen: Chosen) -> None:
+        """Each request's next token, but for those that have ended or begun again since it was enqueued."""
         wanted = any(work.request.sampling.logprobs is not None for work in works)
         tokens, logprobs = jax.device_get((chosen.tokens, chosen.logprobs if wanted else None))
         for row, work in enumerate(works):
-            if work.sequence.phase is Phase.DONE:
-                continue  # it ended with the token before, or was cancelled
+            if work.sequence.phase is Phase.DONE or work.restarts != restarts[row]:
+                continue
             count = work.request.sampling.logprobs
             entry = None if count is None else _logprobs(logprobs, row, count)
             try:
                 self._token(work, int(tokens[row]), entry)
-            except Exception as error:  # of its text or its listener: no other's business
-                self._failed([work], error, decoding=False)
+            except Exception as error:  # of its text or its listener: no other's business, nor the caches'
+                log.exception("a token of %s could not be handed on", work.request.request_id)
+                self.finish(work, "error", f"the request failed: {type(error).__name__}: {error}")
 
     def _token(self, work: Work, token: int, logprobs: TokenLogprobs | None) -> None:
         sequence = work.sequence
         sequence.generated.append(token)
-        sequence.suspect = False
         self.counters["generation_tokens"] += 1
         clock = work.request.clock
         if len(sequence.generated) == 1:

@@ -111,8 +111,15 @@ class Runner:
 
     @property
     def intact(self) -> bool:
-        """Whether the caches are still there: a program that failed may have consumed one."""
-        return not any(leaf.is_deleted() for leaf in jax.tree.leaves((self.cache, self.draft_cache, self.state)))
+        """Whether the caches are still there: a program that failed may have consumed one, or be what one waits for."""
+        leaves = jax.tree.leaves((self.cache, self.draft_cache, self.state))
+        if any(leaf.is_deleted() for leaf in leaves):
+            return False
+        try:
+            jax.block_until_ready(leaves)
+        except Exception:  # the error of whichever program failed
+            return False
+        return True
 
     def reset(self) -> None:
         """Empty caches, no state."""

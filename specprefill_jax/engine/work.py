@@ -32,6 +32,8 @@ class Work:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     has_prompt_logprobs: bool = False
     begun: bool = False
+    restarts: int = 0
+    """How often a failed step had it begin again: results that were on their way by then are of no use."""
     followers: list["Work"] = field(default_factory=list)
     """Requests that wait for this one's selection, which will be theirs, too."""
 

@@ -1,0 +1,860 @@
+"""Many requests at once, cancelled, failing and short of memory: each gets what it would get alone, to the token."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from agreement import load_tiny, prompt_of
+from jax.sharding import Mesh
+from small_tokenizers import byte_level
+
+from specprefill_jax import SamplingParams, SpecPrefillConfig
+from specprefill_jax import cache as cache_module
+from specprefill_jax.engine import runner as runner_module
+from specprefill_jax.engine import scheduler as scheduler_module
+from specprefill_jax.engine.engine import Engine
+from specprefill_jax.engine.request import (
+    Delta,
+    EngineConfig,
+    Finished,
+    QueueFullError,
+    Request,
+    UnavailableError,
+)
+from specprefill_jax.selection import Reason
+from specprefill_jax.sharding.mesh import make_mesh
+from specprefill_jax.timing import PhaseClock
+from specprefill_jax.tokens import Tokenizer
+
+SPARSE = SpecPrefillConfig(keep_rate=0.4, min_prompt_tokens=64, min_predicted_gain=0, tail_tokens=8)
+DENSE = replace(SPARSE, enabled=False)
+LIMITS = EngineConfig(
+    max_running=4, prefill_chunk=64, max_model_len=512, cache_tokens=2048, speculator_cache_tokens=2048
+)
+PATIENCE = 120.0
+
+
+def greedy(count: int, **changes) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": count, "ignore_eos": True, **changes})
+
+
+class Listener:
+    """What became of one request, and when it was heard."""
+
+    def __init__(self, request: Request, on_delta: Callable[[int], None] | None = None):
+        self.request = request
+        self.on_delta = on_delta
+        self.deltas: list[Delta] = []
+        self.times: list[float] = []
+        self.finished: Finished | None = None
+        self.over = threading.Event()
+
+    def __call__(self, event):
+        assert self.finished is None, "something came after the end"
+        self.times.append(time.perf_counter())
+        if isinstance(event, Finished):
+            self.finished = event
+            self.over.set()
+            return
+        self.deltas.append(event)
+        if self.on_delta is not None:
+            self.on_delta(len(self.deltas))
+
+    def wait(self) -> Finished:
+        assert self.over.wait(PATIENCE), f"{self.request.request_id} has not ended"
+        return self.finished
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for delta in self.deltas for token in delta.token_ids]
+
+    @property
+    def logprobs(self) -> list:
+        return [entry for delta in self.deltas for entry in delta.logprobs or ()]
+
+    @property
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.deltas)
+
+
+class Bench:
+    """An engine, and the same models alone."""
+
+    def __init__(self, mesh: Mesh | None, limits: EngineConfig):
+        self.pair = load_tiny(mesh=mesh, prefill_chunk=16)  # alone, prompts of all lengths are read by one program
+        self.engine = Engine(self.pair, limits, defaults=SPARSE)
+        self.reports: list[tuple[int, int]] = []
+        self.engine.warm_up(lambda done, total: self.reports.append((done, total)))
+        self.elsewhere = 0
+        self.count = 0
+        self.engine.start()
+
+    @property
+    def runner(self):
+        return self.engine._runner
+
+    @property
+    def compiled(self) -> int:
+        return self.engine.stats().compiles_after_warm_up - self.elsewhere
+
+    def alone(self, request: Request):
+        """The request's run alone, by `SpecPrefill.generate`, whose compilations are no fault of the engine's."""
+        before = self.engine.stats().compiles_after_warm_up
+        output = self.pair.generate(request.prompt, request.sampling, request.config)
+        self.elsewhere += self.engine.stats().compiles_after_warm_up - before
+        return output
+
+    def request(self, prompt, sampling=None, config=SPARSE, **others) -> Request:
+        self.count += 1
+        ids = np.asarray(prompt, np.int32)
+        return Request(f"r{self.count}", ids, sampling or greedy(4), config, **others)
+
+    def submit(self, request: Request, on_delta=None) -> Listener:
+        listener = Listener(request, on_delta)
+        self.engine.submit(request, listener)
+        return listener
+
+    def ask(self, *requests: Request) -> list[Listener]:
+        listeners = [self.submit(request) for request in requests]
+        for listener in listeners:
+            listener.wait()
+        return listeners
+
+    def check(self, listener: Listener) -> None:
+        """A request that ended by itself is as if it had been alone."""
+        finished, want = listener.wait(), self.alone(listener.request)
+        assert finished.error is None
+        assert listener.tokens == want.token_ids
+        assert finished.finish_reason == want.finish_reason
+        assert finished.num_generated == len(want.token_ids)
+        assert finished.selection.reason == want.selection.reason
+        np.testing.assert_array_equal(finished.selection.kept_indices, want.selection.kept_indices)
+        assert len(listener.logprobs) == len(want.logprobs or ())
+        for got, expected in zip(listener.logprobs, want.logprobs or (), strict=True):
+            assert got.token == pytest.approx(expected.token, abs=1e-4)
+            assert list(got.top.values()) == pytest.approx(list(expected.top.values()), abs=1e-4)
+
+    def check_clean(self) -> None:
+        """Nobody holds anything, nothing was compiled, and it still serves."""
+        assert self.engine.state == "ready"
+        stats = self.engine.stats()
+        assert (stats.running, stats.prefilling, stats.waiting, stats.waiting_tokens) == (0, 0, 0, 0)
+        assert (stats.cache_usage, stats.speculator_cache_usage) == (0.0, 0.0)
+        for pages in (self.engine._pages, self.engine._draft_pages):
+            pages.check()
+        assert self.compiled == 0
+
+
+class Tap:
+    """Stands before a method of the runner, counts its calls, and does something at one of them."""
+
+    def __init__(self, monkeypatch, runner, name: str, at=None, do=None, after: bool = False):
+        self.calls: list[tuple] = []
+        real = getattr(runner, name)
+
+        def tapped(*args, **others):
+            self.calls.append(args)
+            hit = at(self, args) if callable(at) else at == len(self.calls)
+            if hit and do is not None and not after:
+                do()
+            result = real(*args, **others)
+            if hit and do is not None and after:
+                do()
+            return result
+
+        monkeypatch.setattr(runner, name, tapped)
+
+
+def fail() -> None:
+    raise RuntimeError("injected")
+
+
+def lose(runner) -> Callable[[], None]:
+    """A device that takes the caches with it."""
+
+    def do():
+        for array in jax.tree.leaves((runner.cache, runner.draft_cache)):
+            array.delete()
+        raise RuntimeError("the device is lost")
+
+    return do
+
+
+@pytest.fixture(scope="module")
+def fewer_programs():
+    """At most two prompts look ahead together, and alone all prompts have caches of one size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_module, "MIN_CAPACITY", 512)
+        for module in (runner_module, scheduler_module):
+            patch.setattr(module, "MAX_LOOK_AHEAD_ROWS", 2)
+        yield
+
+
+@pytest.fixture(scope="module")
+def scanned(fewer_programs):
+    """Whole passes are programs, and results are read a round late: as on accelerators."""
+    bench = Bench(make_mesh(1), LIMITS)
+    yield bench
+    bench.engine.close()
+    assert bench.engine.state == "closed"
+
+
+@pytest.fixture
+def bench(scanned):
+    """The engine, whole after each test."""
+    yield scanned
+    scanned.check_clean()
+
+
+def test_warm_up_reports_every_program(bench):
+    total = bench.reports[-1][1]
+    assert bench.reports == [(done, total) for done in range(total + 1)]
+
+
+def mixed(bench) -> list[Request]:
+    """Sparse, dense, short and long; greedy, drawn, filtered, penalised, stopped; with log-probabilities or not."""
+    drawn = {"temperature": 0.8, "seed": 7}
+    cases = [
+        (300, greedy(12), SPARSE),
+        (5, greedy(30), SPARSE),
+        (300, greedy(9, **drawn), replace(SPARSE, keep_rate=0.2)),
+        (257, greedy(20, **drawn, top_k=20, logprobs=2), DENSE),
+        (64, greedy(33, **drawn, top_p=0.7), SPARSE),
+        (200, greedy(1), SPARSE),
+        (300, greedy(14, repetition_penalty=1.3), replace(SPARSE, look_ahead=1)),
+        (33, greedy(25, repetition_penalty=0.8, temperature=1.0, seed=2**32 - 1, logprobs=2), SPARSE),
+        (300, greedy(16, temperature=1.5, min_p=0.05, seed=0), SpecPrefillConfig.paper(0.3)),
+        (31, greedy(40, logprobs=2), DENSE),
+        (480, greedy(100), DENSE),  # up to the longest the engine takes
+        (300, greedy(40, stop_token_ids=tuple(range(5, 512, 12)), **drawn), SPARSE),
+        (120, SamplingParams(max_tokens=30, temperature=1.0, seed=3), DENSE),
+    ]
+    return [bench.request(prompt_of(length, i), *settings) for i, (length, *settings) in enumerate(cases)]
+
+
+def test_a_mixed_load_equals_each_alone(bench):
+    """Complaints 7 and 12 among others: at any keep rate, beside whatever else runs."""
+    requests = mixed(bench)
+    cancelled = [bench.request(prompt_of(300, 100 + i), greedy(50), SPARSE if i % 2 else DENSE) for i in range(4)]
+    listeners = [bench.submit(request) for request in requests[:7]]
+    gone = [
+        bench.submit(request, lambda count, i=i, r=request: count == 1 + i and bench.engine.cancel(r.request_id))
+        for i, request in enumerate(cancelled)
+    ]
+    listeners += [bench.submit(request) for request in requests[7:]]
+    bench.engine.cancel("nobody")
+    for listener in gone:
+        assert listener.wait().finish_reason == "abort"
+    for i, listener in enumerate(gone):
+        assert 1 + i <= len(listener.tokens) <= 3 + i
+        assert listener.tokens == bench.alone(replace(listener.request, sampling=greedy(len(listener.tokens)))).token_ids
+    for listener in listeners:
+        if listener.request.prompt.size == 480:  # alone, it would go on to the model's own context
+            listener.request = replace(listener.request, sampling=greedy(512 - 480))
+        bench.check(listener)
+    reasons = {listener.finished.selection.reason for listener in listeners}
+    assert reasons == {Reason.ENGAGED, Reason.SHORT_PROMPT, Reason.DISABLED}
+    assert {listener.finished.finish_reason for listener in listeners} == {"length", "stop"}
+    stats = bench.engine.stats()
+    assert stats.prompt_tokens >= sum(len(request.prompt) for request in requests)
+    assert stats.generation_tokens >= sum(len(listener.tokens) for listener in listeners)
+
+
+def test_the_same_seed_gives_the_same_whatever_runs_beside(bench):
+    prompt = prompt_of(50, 4)
+    sampling = greedy(20, temperature=1.0, seed=11)
+    [alone] = bench.ask(bench.request(prompt, sampling))
+    others = [bench.request(prompt_of(20 + i, i), greedy(30, temperature=1.0, seed=i)) for i in range(5)]
+    among = bench.ask(*others[:2], bench.request(prompt, sampling), *others[2:])[2]
+    assert among.tokens == alone.tokens
+    free = [bench.ask(bench.request(prompt, greedy(20, temperature=1.0)))[0].tokens for _ in range(2)]
+    assert free[0] != free[1]
+
+
+@pytest.mark.parametrize("length", [1, 2, 64, 65, 150])
+def test_log_probabilities_of_the_prompt(bench, reference, length):
+    prompt = prompt_of(length, 5)
+    [listener] = bench.ask(bench.request(prompt, greedy(2, logprobs=2), prompt_logprobs=3))
+    finished = listener.finished
+    assert finished.selection.reason == Reason.PROMPT_LOGPROBS
+    assert finished.prompt_logprobs[0] is None
+    assert len(finished.prompt_logprobs) == length
+    tokens = [*prompt[1:], *listener.tokens]
+    logits = reference.logits_of(prompt[:1], [0], tokens).astype(np.float64)
+    logits -= np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1, keepdims=True)) + logits.max(1, keepdims=True)
+    entries = [*finished.prompt_logprobs[1:], *listener.logprobs]
+    for row, token, entry in zip(logits, tokens, entries, strict=True):
+        assert entry.token == pytest.approx(row[token], abs=2e-3)
+        top = sorted(row, reverse=True)[: len(entry.top)]
+        assert list(entry.top.values()) == pytest.approx(top, abs=2e-3)
+    assert len(finished.prompt_logprobs[-1].top if length > 1 else listener.logprobs[0].top) == (3 if length > 1 else 2)
+
+
+def test_phases_add_up_to_the_clock(bench):
+    """Complaint 20: what is reported is what a client waits, and dense requests speculate nothing."""
+    for config in (SPARSE, DENSE):
+        readings: list[float] = []
+
+        def now(readings=readings) -> float:
+            readings.append(time.perf_counter())
+            return readings[-1]
+
+        begin = time.perf_counter()
+        request = bench.request(prompt_of(200, 6), greedy(6), config, clock=PhaseClock(now=now))
+        busy = bench.request(prompt_of(300, 6), greedy(6), DENSE)
+        _, listener = bench.ask(busy, request)
+        timings = listener.finished.timings
+        assert timings.total == pytest.approx(readings[-1] - readings[0], rel=1e-9)
+        assert timings.total <= listener.times[-1] - begin
+        assert listener.times[0] - readings[0] <= timings.ttft <= listener.times[1] - readings[0]
+        assert timings.queue > 0
+        assert (timings.speculate > 0) == (timings.score > 0) == config.enabled
+        kept = listener.finished.selection.num_kept
+        speculated = {"speculate": 200} if config.enabled else {}
+        assert dict(timings.tokens) == {**speculated, "main_prefill": kept, "first_token": 1, "decode": 5}
+
+
+# caches
+
+
+def test_the_same_prompt_is_not_speculated_twice(bench, monkeypatch):
+    """Complaint 17: neither a retry nor one that comes while the first is under way costs the speculator anything."""
+    taps = [Tap(monkeypatch, bench.runner, name) for name in ("speculate", "look_ahead", "score")]
+    before = bench.engine.stats().memoised_selections
+    prompt = prompt_of(200, 7)
+    together = bench.ask(*(bench.request(prompt, greedy(3 + i)) for i in range(3)))
+    calls = [len(tap.calls) for tap in taps]
+    assert calls == [4, 1, 1]  # 200 tokens are four pieces of 64
+    [again] = bench.ask(bench.request(prompt, greedy(9)))
+    assert [len(tap.calls) for tap in taps] == calls
+    assert bench.engine.stats().memoised_selections == before + 3
+    assert again.finished.timings.speculate == 0
+    for listener in (*together, again):
+        bench.check(listener)
+    [other] = bench.ask(bench.request(prompt, greedy(3), replace(SPARSE, tail_tokens=7)))
+    assert len(taps[1].calls) == 2
+    bench.check(other)
+
+
+@pytest.mark.parametrize("what", ["cancelled", "failed"])
+def test_followers_of_a_selection_outlive_its_leader(bench, monkeypatch, what):
+    prompt = prompt_of(200, 8 + (what == "failed"))
+    requests = [bench.request(prompt, greedy(3)) for _ in range(3)]
+    do = fail if what == "failed" else lambda: bench.engine.cancel(requests[0].request_id)
+    Tap(monkeypatch, bench.runner, "speculate", at=4, do=do)
+    leader, *followers = bench.ask(*requests)
+    if what == "cancelled":
+        assert leader.finished.finish_reason == "abort"
+    else:
+        assert leader.finished.selection.reason == Reason.SPECULATOR_FAILED
+    for listener in followers:
+        bench.check(listener)
+        assert listener.finished.selection.engaged
+
+
+def test_a_follower_is_cancelled(bench, monkeypatch):
+    prompt = prompt_of(200, 10)
+    first, second = (bench.request(prompt, greedy(3)) for _ in range(2))
+    Tap(monkeypatch, bench.runner, "speculate", at=2, do=lambda: bench.engine.cancel(second.request_id))
+    one, two = bench.ask(first, second)
+    assert (two.finished.finish_reason, two.finished.selection, two.tokens) == ("abort", None, [])
+    bench.check(one)
+
+
+def test_a_dense_beginning_is_shared(bench, monkeypatch):
+    """Complaint 2: what was found in the cache counts as read, and its words are heard as if it had been."""
+    system = prompt_of(128, 11)
+    bench.ask(bench.request([*system, *prompt_of(20, 12)], greedy(2), DENSE))
+    tap = Tap(monkeypatch, bench.runner, "prefill")
+    [second] = bench.ask(bench.request([*system, *prompt_of(90, 13)], greedy(8), DENSE))
+    assert second.finished.cached_tokens == 128
+    assert sum(len(args[0]) for args in tap.calls) == 90
+    bench.check(second)
+    # A turn later, the answer is found, too.
+    turn = [*second.request.prompt, *second.tokens, *prompt_of(40, 14)]
+    [third] = bench.ask(bench.request(turn, greedy(8), DENSE))
+    assert third.finished.cached_tokens == 224  # of 225 that were written, whole pages
+    bench.check(third)
+    stats = bench.engine.stats()
+    assert stats.cached_tokens >= 128 + 224
+
+
+def test_a_sparse_prompt_shares_its_dense_beginning_and_leaves_nothing_false(bench):
+    """Complaints 2 and 3: sparse after dense, dense after sparse, each as if the cache were empty."""
+    prompt = prompt_of(300, 15)
+    forced = replace(SPARSE, forced_spans=((0, 96),), keep_rate=0.5)
+    for config in (forced, DENSE, forced, replace(forced, keep_rate=0.6), DENSE):
+        [listener] = bench.ask(bench.request(prompt, greedy(6), config))
+        bench.check(listener)
+    assert listener.finished.cached_tokens == 288
+
+
+def test_a_cancelled_speculation_is_not_read_again(bench, monkeypatch):
+    """Complaint 16: cancelled half way and resent, the speculator reads only the rest."""
+    prompt = prompt_of(300, 16)
+    first, again = (bench.request(prompt, greedy(4)) for _ in range(2))
+    tap = Tap(monkeypatch, bench.runner, "speculate", at=3, do=lambda: bench.engine.cancel(first.request_id), after=True)
+    [gone] = bench.ask(first)
+    assert gone.finished.finish_reason == "abort"
+    read = len(tap.calls)
+    assert read in (3, 4)
+    [listener] = bench.ask(again)
+    assert [args[1] for args in tap.calls[read:]] == list(range(64 * read, 300, 64))
+    bench.check(listener)
+
+
+@pytest.mark.parametrize("name", ["speculate", "look_ahead", "score", "prefill", "choose", "decode"])
+def test_cancelled_in_any_phase_it_leaves_nothing(bench, monkeypatch, name):
+    """Complaint 14: whatever a request was doing when its client went, the next one, dense, is as if it were first."""
+    prompt = prompt_of(200, 20)
+    monkeypatch.setattr(bench.engine._loop, "_selections", type(bench.engine._loop._selections)())
+    first = bench.request(prompt, greedy(100))
+    Tap(monkeypatch, bench.runner, name, at=1, do=lambda: bench.engine.cancel(first.request_id))
+    [gone] = bench.ask(first)
+    assert gone.finished.finish_reason == "abort"
+    assert len(gone.tokens) <= 4
+    [dense] = bench.ask(bench.request(prompt, greedy(5), DENSE))
+    bench.check(dense)
+
+
+# memory
+
+
+def test_preemption_is_not_noticed(bench):
+    """With a cache of ten pages, four answers do not fit side by side; the youngest is computed again."""
+    engine = bench.engine
+    held = engine._pages.take(engine._pages.available - 10)
+    before = engine.stats().preemptions
+    listeners = bench.ask(
+        bench.request(prompt_of(40, 30), greedy(100)),
+        bench.request(prompt_of(50, 31), greedy(90, temperature=0.9, seed=5, repetition_penalty=1.2)),
+        bench.request(prompt_of(200, 32), greedy(80, logprobs=2), SPARSE),
+        bench.request(prompt_of(60, 33), greedy(70, temperature=0.9, seed=6), DENSE),
+        bench.request(prompt_of(45, 34), greedy(5), prompt_logprobs=1),
+    )
+    engine._pages.release(held)
+    assert engine.stats().preemptions > before
+    assert sum(listener.finished.preemptions for listener in listeners) == engine.stats().preemptions - before
+    assert listeners[0].finished.preemptions == 0
+    for listener in listeners[:-1]:
+        bench.check(listener)
+    assert len(listeners[-1].finished.prompt_logprobs) == 45
+
+
+def test_what_can_never_fit_is_refused_with_the_numbers(bench, monkeypatch):
+    """Complaint 29: a prompt past the context is refused even if what would be kept of it fits."""
+    with pytest.raises(ValueError, match=r"prompt of 512 tokens .* 512"):
+        bench.submit(bench.request(prompt_of(512), config=replace(SPARSE, keep_rate=0.2)))
+    monkeypatch.setattr(bench.runner, "num_pages", 9)
+    with pytest.raises(ValueError, match=r"250 tokens to read and up to 30 to generate .* 9 pages of 32 .* has 8"):
+        bench.submit(bench.request(prompt_of(250), greedy(30), DENSE))
+    [listener] = bench.ask(bench.request(prompt_of(250), greedy(6), DENSE))
+    assert listener.finished.finish_reason == "length"
+
+
+def test_a_prompt_for_which_the_speculator_has_no_room_is_read_whole(bench, monkeypatch):
+    monkeypatch.setattr(bench.runner, "num_draft_pages", 7)
+    [listener] = bench.ask(bench.request(prompt_of(186, 35)))
+    assert listener.finished.selection.reason == Reason.SPECULATOR_FAILED
+    assert "room for 185 tokens, not for 186" in listener.finished.selection.detail
+    [listener] = bench.ask(bench.request(prompt_of(185, 35)))
+    assert listener.finished.selection.engaged
+    with pytest.raises(ValueError, match="prompt of 186 tokens"):
+        bench.submit(bench.request(prompt_of(186, 35), config=SpecPrefillConfig.paper(0.3)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"config": replace(SPARSE, pool_width=5)}, "pool_width"),
+        ({"config": replace(SPARSE, chunk_size=16)}, "chunk_size"),
+        ({"config": replace(SPARSE, look_ahead=4)}, "look_ahead=4 .* 1 or 8"),
+        ({"sampling": greedy(3, stop="x")}, "stop"),
+        ({"prompt": [1, 512]}, r"prompt\[1\]"),
+        ({"prompt": []}, "prompt"),
+    ],
+)
+def test_what_this_engine_does_not_serve_is_refused(bench, changes, match):
+    with pytest.raises(ValueError, match=match):
+        bench.submit(bench.request(**{"prompt": prompt_of(100), **changes}))
+
+
+def test_an_id_is_one_unfinished_request_s(bench, monkeypatch):
+    go = threading.Event()
+    Tap(monkeypatch, bench.runner, "prefill", at=1, do=lambda: go.wait(PATIENCE))
+    request = bench.request(prompt_of(20))
+    listener = bench.submit(request)
+    with pytest.raises(ValueError, match="request_id"):
+        bench.submit(request)
+    go.set()
+    listener.wait()
+    bench.ask(request)
+
+
+def test_a_full_queue_refuses(bench, monkeypatch):
+    go, begun = threading.Event(), threading.Event()
+
+    def hold():
+        begun.set()
+        assert go.wait(PATIENCE)
+
+    monkeypatch.setattr(bench.engine, "config", replace(LIMITS, max_queued_requests=3, max_queued_tokens=300))
+    Tap(monkeypatch, bench.runner, "prefill", at=1, do=hold)
+    listeners = [bench.submit(bench.request(prompt_of(20, 40)))]
+    assert begun.wait(PATIENCE)
+    listeners.append(bench.submit(bench.request(prompt_of(400, 40))))  # more than all may be, but it waits alone
+    with pytest.raises(QueueFullError, match=r"1 requests with 400 .* 3 and 300.*; this one has 30") as refused:
+        bench.submit(bench.request(prompt_of(30, 40)))
+    assert 1 <= refused.value.retry_after <= 60
+    bench.engine.cancel(listeners[-1].request.request_id)
+    monkeypatch.setattr(bench.engine, "config", replace(LIMITS, max_queued_requests=3))
+    listeners += [bench.submit(bench.request(prompt_of(30 + i, 40))) for i in range(2)]
+    with pytest.raises(QueueFullError, match="3 requests"):
+        bench.submit(bench.request(prompt_of(30, 40)))
+    assert bench.engine.stats().waiting == 3
+    go.set()
+    assert [listener.wait().finish_reason for listener in listeners] == ["length", "abort", "length", "length"]
+
+
+# faults
+
+
+@pytest.mark.parametrize(("name", "at"), [("speculate", 1), ("speculate", 3), ("look_ahead", 1), ("score", 1)])
+def test_a_speculator_that_fails_leaves_a_clean_dense_read(bench, monkeypatch, name, at):
+    """Complaint 3: as a cold dense run, with the reason; and nothing false is found by the next."""
+    prompt = prompt_of(200, 50 + at + len(name))
+    request = bench.request(prompt, greedy(6, logprobs=2))
+    other = bench.request(prompt_of(30, 51), greedy(20))
+    Tap(monkeypatch, bench.runner, name, at=at, do=fail)
+    listener, beside = bench.ask(request, other)
+    want = bench.alone(replace(request, config=DENSE))
+    assert listener.tokens == want.token_ids
+    selection = listener.finished.selection
+    assert (selection.reason, selection.num_kept) == (Reason.SPECULATOR_FAILED, 200)
+    assert selection.detail == "RuntimeError: injected"
+    bench.check(beside)
+    [again] = bench.ask(bench.request(prompt, greedy(6)))
+    assert again.finished.selection.engaged
+    bench.check(again)
+    paper = bench.request(prompt, greedy(6), SpecPrefillConfig.paper(0.3))
+    Tap(monkeypatch, bench.runner, name, at=1, do=fail)
+    [failed] = bench.ask(paper)
+    assert failed.finished.finish_reason == "error"
+    assert failed.finished.error == "the speculator failed: RuntimeError: injected"
+    assert failed.finished.selection is None
+
+
+def test_scores_that_are_not_finite(bench, monkeypatch):
+    real = bench.runner.score
+
+    def overflowed(*args):
+        importance, scores, choice, count, tokens = real(*args)
+        return importance, np.full(np.shape(scores), np.nan), replace(choice, ok=np.False_), count, tokens
+
+    request = bench.request(prompt_of(200, 55), greedy(6))
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.runner, "score", overflowed)
+        [listener] = bench.ask(request)
+    assert listener.finished.selection.reason == Reason.SPECULATOR_FAILED
+    assert "must be finite" in listener.finished.selection.detail
+    assert listener.tokens == bench.alone(replace(request, config=DENSE)).token_ids
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_prefill_that_fails_is_its_own_request_s_failure(bench, monkeypatch, at):
+    """And what was said to be in its pages is not believed by the next."""
+    prompt = prompt_of(200, 57 + at)
+    started = threading.Event()
+    beside = bench.submit(bench.request(prompt_of(20, 56), greedy(60)), lambda count: count == 1 and started.set())
+    request = bench.request(prompt, greedy(6), DENSE)
+    assert started.wait(PATIENCE)
+    with monkeypatch.context() as patch:
+        Tap(patch, bench.runner, "prefill", at=at, do=fail)
+        [failed] = bench.ask(request)
+    assert failed.finished.finish_reason == "error"
+    assert failed.finished.error == "the request failed: RuntimeError: injected"
+    assert failed.tokens == []
+    [again] = bench.ask(bench.request(prompt, greedy(6), DENSE))
+    bench.check(again)
+    bench.check(beside)
+
+
+def test_a_decode_step_that_fails_once_costs_nobody_anything(bench, monkeypatch):
+    Tap(monkeypatch, bench.runner, "decode", at=lambda tap, args: len(args[1]) >= 2 and len(tap.calls) > 9, do=once(fail))
+    for listener in bench.ask(*batch(bench)):
+        bench.check(listener)
+
+
+def test_a_request_that_breaks_every_step_is_found_out(bench, monkeypatch):
+    """The others go on and finish right."""
+    culprit = bench.request(prompt_of(30, 63), greedy(60, temperature=0.125, seed=1))
+    # From its fourth token on, whoever else is in the batch.
+    Tap(
+        monkeypatch,
+        bench.runner,
+        "decode",
+        at=lambda _, args: ((args[0].settings.temperature == 0.125) & (np.asarray(args[0].index) > 3)).any(),
+        do=fail,
+    )
+    first, failed, *others = bench.ask(batch(bench)[0], culprit, *batch(bench)[1:])
+    assert failed.finished.finish_reason == "error"
+    assert failed.finished.error == "the request failed: RuntimeError: injected"
+    assert 3 <= len(failed.tokens) <= 8
+    assert failed.tokens == bench.alone(culprit).token_ids[: len(failed.tokens)]
+    for listener in (first, *others):
+        bench.check(listener)
+
+
+def test_a_result_that_cannot_be_read_is_computed_again(bench, monkeypatch):
+    """The step after it is on its way already: its tokens must not be taken for those that are missing."""
+    real, failures = jax.device_get, []
+
+    def flaky(tree):
+        if isinstance(tree, tuple) and getattr(tree[0], "shape", None) == (4,) and len(failures) == 0:
+            failures.append(tree)
+            raise RuntimeError("injected")
+        return real(tree)
+
+    monkeypatch.setattr(jax, "device_get", flaky)
+    listeners = bench.ask(*batch(bench, 4))
+    assert failures
+    monkeypatch.undo()
+    for listener in listeners:
+        bench.check(listener)
+
+
+def once(do: Callable[[], None]) -> Callable[[], None]:
+    done = []
+
+    def first():
+        if not done:
+            done.append(True)
+            do()
+
+    return first
+
+
+def batch(bench, count: int = 3) -> list[Request]:
+    """Requests that decode side by side for a while."""
+    return [
+        bench.request(prompt_of(20 + i, 60 + i), greedy(30 - i, temperature=0.5 * (i % 2), seed=i)) for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("name", ["speculate", "look_ahead", "score", "prefill", "decode"])
+def test_a_lost_device_is_begun_again(bench, monkeypatch, name):
+    """All but the one that was being read when it happened are computed again, and nobody's answer changes."""
+    requests = [
+        *batch(bench, 2),
+        bench.request(prompt_of(200, 70), greedy(20), SPARSE),
+        bench.request(prompt_of(290, 71), greedy(10), DENSE),
+    ]
+    monkeypatch.setattr(bench.engine._loop, "_selections", type(bench.engine._loop._selections)())
+    at = {"decode": lambda tap, args: len(args[1]) >= 2 and len(tap.calls) > 6, "prefill": 4}.get(name, 1)
+    Tap(monkeypatch, bench.runner, name, at=at, do=once(lose(bench.runner)))
+    listeners = bench.ask(*requests)
+    failed = [listener for listener in listeners if listener.finished.finish_reason == "error"]
+    assert len(failed) == (1 if name == "prefill" else 0), [listener.finished.error for listener in failed]
+    for listener in listeners:
+        if listener in failed:
+            assert "the device is lost" in listener.finished.error
+        elif listener.finished.selection.reason == Reason.SPECULATOR_FAILED:
+            assert name in ("speculate", "look_ahead", "score")
+            assert listener.tokens == bench.alone(replace(listener.request, config=DENSE)).token_ids
+        else:
+            bench.check(listener)
+
+
+@pytest.mark.parametrize("at", [1, 5])
+def test_a_listener_that_raises_ends_its_own_request(bench, caplog, at):
+    def raises(count):
+        if count >= at:
+            raise RuntimeError("deaf")
+
+    other = bench.submit(bench.request(prompt_of(25, 80), greedy(20)))
+    deaf = bench.submit(bench.request(prompt_of(26, 80), greedy(20)), raises)
+    finished = deaf.wait()
+    assert (finished.finish_reason, finished.error) == ("error", "the request failed: RuntimeError: deaf")
+    assert len(deaf.tokens) == at
+    bench.check(other)
+
+
+def test_a_listener_that_raises_at_the_end_harms_nobody(bench):
+    heard = []
+
+    def raises(event):
+        heard.append(event)
+        if isinstance(event, Finished):
+            raise RuntimeError("deaf")
+
+    bench.engine.submit(bench.request(prompt_of(25, 81), greedy(2)), raises)
+    bench.check(bench.ask(bench.request(prompt_of(26, 81), greedy(5)))[0])
+    assert isinstance(heard[-1], Finished)
+
+
+def test_a_step_that_does_not_end_is_told_and_forgiven(bench, monkeypatch):
+    """The watchdog: stuck, refusing; ready again when it moves."""
+    go = threading.Event()
+    monkeypatch.setattr(bench.engine, "config", replace(LIMITS, stuck_after=0.05))
+    Tap(monkeypatch, bench.runner, "prefill", at=1, do=lambda: go.wait(PATIENCE))
+    listener = bench.submit(bench.request(prompt_of(25, 82)))
+    wait_for(lambda: bench.engine.state == "stuck")
+    with pytest.raises(UnavailableError, match="stuck"):
+        bench.submit(bench.request(prompt_of(25, 82)))
+    monkeypatch.setattr(bench.engine, "config", LIMITS)
+    assert bench.engine.state == "ready"
+    go.set()
+    assert listener.wait().finish_reason == "length"
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+# one way of decoding
+
+
+def test_sparse_and_dense_requests_decode_by_the_same_programs(bench, monkeypatch):
+    """Complaint 7: no loop of its own for what was read in part; one program a batch size, whatever is in it."""
+    tap = Tap(monkeypatch, bench.runner, "decode")
+    sizes = bench.runner._decode._cache_size()
+    assert sizes == len(bench.runner.rows)
+    seen = []
+    for config in (DENSE, SPARSE):
+        tap.calls.clear()
+        bench.check(bench.ask(bench.request(prompt_of(200, 85), greedy(5), config))[0])
+        seen.append([jax.tree.map(lambda x: (np.shape(x), np.asarray(x).dtype.name), args[:3]) for args in tap.calls])
+    assert seen[0] == seen[1]
+    bench.ask(*batch(bench, 4))
+    assert bench.runner._decode._cache_size() == sizes
+
+
+# text
+
+
+@pytest.fixture
+def with_text(bench, monkeypatch):
+    """The engine with a tokenizer of 512 tokens."""
+    backend = byte_level()
+    backend.add_tokens([f" w{i}" for i in range(512 - backend.get_vocab_size())])
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.vocab_size == 512
+    monkeypatch.setattr(bench.engine, "tokenizer", tokenizer)
+    monkeypatch.setattr(bench.pair, "tokenizer", tokenizer)
+    return bench
+
+
+def test_text_is_the_text_of_the_tokens(with_text):
+    bench = with_text
+    requests = [bench.request(prompt_of(40, 90 + i), greedy(40, temperature=1.0, seed=i)) for i in range(4)]
+    for listener in bench.ask(*requests):
+        bench.check(listener)
+        assert listener.text == bench.alone(listener.request).text
+        assert listener.text == bench.engine.tokenizer.decode(listener.tokens)
+        assert all(len(delta.token_ids) <= 1 for delta in listener.deltas)
+
+
+def test_a_stop_string_over_several_tokens_ends_the_answer(with_text):
+    bench = with_text
+    prompt, sampling = prompt_of(40, 95), greedy(30, temperature=1.0, seed=1)
+    text = bench.alone(bench.request(prompt, sampling)).text
+    place = len(text) // 2
+    stop = text[place : place + 9]
+    assert len(stop) == 9
+    requests = [
+        bench.request(prompt, replace(sampling, stop=stop)),
+        bench.request(prompt, replace(sampling, stop=("never", stop), repetition_penalty=1.0001)),
+        bench.request(prompt, sampling),
+    ]
+    stopped, _, whole = bench.ask(*requests)
+    assert stopped.finished.finish_reason == "stop"
+    assert stopped.text == text[: text.index(stop)]
+    assert whole.text == text
+    for listener in (stopped, whole):
+        bench.check(listener)
+        assert listener.text == bench.alone(listener.request).text
+
+
+# the end
+
+
+@pytest.fixture
+def restarted(bench):
+    """An engine that a test may close: it is started anew."""
+    yield bench
+    bench.engine.close()
+    bench.engine.start()
+
+
+def test_draining_lets_what_runs_finish(restarted):
+    bench = restarted
+    started = threading.Event()
+    running = bench.submit(bench.request(prompt_of(25, 96), greedy(100)), lambda count: count == 1 and started.set())
+    waiting = bench.submit(bench.request(prompt_of(200, 96), greedy(5)))
+    assert started.wait(PATIENCE)
+    assert bench.engine.drain(PATIENCE) is True
+    assert bench.engine.state == "draining"
+    with pytest.raises(UnavailableError, match="draining"):
+        bench.submit(bench.request(prompt_of(25)))
+    assert {running.wait().finish_reason, waiting.wait().finish_reason} == {"length"}
+
+
+def test_draining_cancels_what_is_late(restarted, monkeypatch):
+    bench = restarted
+    go = threading.Event()
+    Tap(monkeypatch, bench.runner, "prefill", at=1, do=lambda: go.wait(PATIENCE))
+    listener = bench.submit(bench.request(prompt_of(25, 97), greedy(400)))
+    threading.Timer(0.1, go.set).start()
+    assert bench.engine.drain(0.0) is False
+    assert listener.wait().finish_reason == "abort"
+
+
+def test_closing_ends_everything(restarted, monkeypatch):
+    bench = restarted
+    go, begun = threading.Event(), threading.Event()
+
+    def hold():
+        begun.set()
+        assert go.wait(PATIENCE)
+
+    Tap(monkeypatch, bench.runner, "decode", at=3, do=hold)
+    sampling = greedy(300)
+    prompts = [prompt_of(25, 98), prompt_of(200, 98), prompt_of(200, 98), prompt_of(300, 98)]
+    listeners = [bench.submit(bench.request(prompt, sampling)) for prompt in prompts]
+    assert begun.wait(PATIENCE)
+    listeners.append(bench.submit(bench.request(prompt_of(10), sampling)))  # the engine has not even heard of it
+    threading.Timer(0.1, go.set).start()
+    bench.engine.close()
+    for listener in listeners:
+        finished = listener.wait()
+        assert (finished.finish_reason, finished.error) == ("abort", None)
+    with pytest.raises(UnavailableError, match="closed"):
+        bench.submit(bench.request(prompt_of(25)))
+
+
+def test_a_broken_loop_leaves_nobody_waiting(restarted, monkeypatch):
+    bench = restarted
+    real = bench.engine._scheduler.schedule
+    rounds = []
+
+    def broken():
+        rounds.append(None)
+        if len(rounds) > 5:
+            raise MemoryError("no more")
+        return real()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.engine._scheduler, "schedule", broken)
+        listeners = bench.ask(bench.request(prompt_of(25), greedy(300)), bench.request(prompt_of(300), greedy(300)))
+    for listener in listeners:
+        assert (listener.finished.finish_reason, listener.finished.error) == ("error", "the engine failed: MemoryError: no more")
+    assert bench.engine.state == "failed"
+    with pytest.raises(UnavailableError, match="failed"):
+        bench.submit(bench.request(prompt_of(25)))
