@@ -24,7 +24,7 @@ from agreement import MAIN, SPECULATOR, prompt_of
 SCRIPT = Path(__file__).parents[2] / "scripts" / "serve.py"
 FLAGS = (
     *("--main", str(MAIN), "--speculator", str(SPECULATOR), "--port", "0", "--look-ahead", "1"),
-    *("--max-running", "16", "--prefill-chunk", "32", "--max-model-len", "2048", "--cache-tokens", "16384"),
+    *("--max-running", "8", "--prefill-chunk", "32", "--max-model-len", "2048", "--cache-tokens", "16384"),
     *("--min-prompt-tokens", "64", "--min-predicted-gain", "0", "--keep-rate", "0.5", "--tail-tokens", "8"),
 )
 PATIENCE = 60.0
@@ -87,7 +87,7 @@ class Process:
         deadline = time.monotonic() + PATIENCE
         while not what(found := self.metrics()):
             assert time.monotonic() < deadline, found
-            time.sleep(0.005)
+            time.sleep(0.01)
         return found
 
     def wait_idle(self) -> dict[str, float]:
@@ -196,14 +196,17 @@ def test_a_client_that_is_killed_gives_its_pages_back(server):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_while_its_prompt_is_speculated(server, stream):
-    before = server.metrics()
-    with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(raw(body_of(2000, 1 + stream, stream=stream)))
-        seen = server.wait(lambda m: m[DRAFT_CACHE] > 0)
-        assert seen[CACHE] == 0
-    after = server.wait_idle()
+    for attempt in range(5):  # it may be over before one has looked
+        before = server.wait_idle()
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(raw(body_of(2000, 10 * attempt + stream, stream=stream)))
+            seen = server.wait(lambda m, before=before: m[DRAFT_CACHE] > 0 or m[PROMPTS] > before[PROMPTS])
+        after = server.wait_idle()
+        if seen[CACHE] == 0 and after[PROMPTS] == before[PROMPTS]:
+            break
+    assert seen[DRAFT_CACHE] > seen[CACHE] == 0
     assert after[ABORTED] == before[ABORTED] + 1
-    assert after[PROMPTS] == before[PROMPTS]
+    assert after[PROMPTS] == before[PROMPTS]  # it never came to its first token
 
 
 def test_a_client_that_reads_slowly_holds_nobody_up(server):
