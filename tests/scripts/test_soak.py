@@ -1,11 +1,13 @@
 """scripts/soak.py against a scripted engine that is right, and against some that are not."""
 
+import asyncio
 import json
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 from script_modules import load_script
 from server.fake_engine import FakeEngine, make_tokenizer
 from server.running import Server
@@ -13,6 +15,7 @@ from server.running import Server
 from specprefill_jax.engine.request import Stats
 from specprefill_jax.errors import ArgumentError, argument_error
 from specprefill_jax.evals.answers import Choice
+from specprefill_jax.evals.wire import Target
 from specprefill_jax.sampling import sample, sampling_arrays
 
 script = load_script("soak")
@@ -145,6 +148,34 @@ def test_the_numbers_of_a_draw_are_those_that_the_server_draws_by():
         for step in (0, 3):
             drawn = int(drawing(logits[None], settings, step)[0])
             assert drawn == int(np.argmax(logits / np.float32(0.7) + script.gumbel(seed, step, 64)))
+
+
+@pytest.mark.parametrize("drawing", [{"temperature": 0}, {"temperature": 0.5, "seed": 7}])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_tokens_that_are_equal_but_for_rounding_are_ties(another, path, drawing):
+    tokenizer = make_tokenizer()
+    first, second = (tokenizer.decode([token]) for token in (0, 1))  # the scripted engine finds both equally likely
+    engine = Engine(tokenizer)
+    server = script.connect(Target.parse(another(engine).url), None)
+    server.vocab_size = 300
+    run = script.Soak(script.Args(), server, Console(quiet=True), None)
+    prompt = {"prompt": "hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    case = script.Case(path, {**prompt, **drawing, "max_tokens": 4, "specprefill": {"enabled": False}}, False)
+
+    async def leave_the_reference():
+        engine.answer = 20 * first
+        await run.references.get(case, False)
+        engine.answer = first + 9 * second
+        await run._answered(case, True)
+        engine.answer = 20 * first
+        await run.finish()
+
+    asyncio.run(leave_the_reference())
+    [found] = run.tally.ties + run.tally.wrong
+    assert (found["what"], found["step"]) == ("tokens", 1)
+    noise = script.gumbel(7, 1, 300) if drawing["temperature"] else [0.0, 0.0]
+    assert found["gap"] == pytest.approx(abs(noise[0] - noise[1]))
+    assert bool(run.tally.ties) == (not drawing["temperature"])
 
 
 def test_what_differs():
