@@ -630,6 +630,7 @@ def check(args: Args) -> None:
 def soak(args: Args, console: Console) -> dict[str, Any]:
     """All of it; raises ServerError."""
     jax.config.update("jax_platforms", "cpu")  # devices are the server's to use
+    about = {name: value for name, value in describe().items() if name != "devices"}
     with ExitStack() as stack:
         pid = None
         if args.url is None:
@@ -655,7 +656,6 @@ def soak(args: Args, console: Console) -> dict[str, Any]:
         except (OSError, ProtocolError, RefusedError) as error:
             raise ServerError(f"the server cannot be soaked: {type(error).__name__}: {error}") from None
     slope, tally = growth(run.memory), run.tally
-    about = {name: value for name, value in describe().items() if name != "devices"}
     sizes = [size / 2**20 for _, size in run.memory]
     settings = {name: value for name, value in asdict(args).items() if name not in ("api_key", "out", "url")}
     return {
