@@ -266,6 +266,11 @@ class Tokenizer:
         """Whether chats can be rendered."""
         return bool(self._templates)
 
+    @property
+    def chat_template(self) -> str | None:
+        """Jinja source of the template for chats without tools; None where there is none."""
+        return self._templates.get("default")
+
     @functools.cached_property
     def vocabulary(self) -> dict[str, int]:
         """Ids by token, added tokens included, in the order of ids."""

@@ -196,6 +196,9 @@ def _tokenizer_routes(service: Service) -> list[Route]:
         fingerprint = await service.in_thread(tokenizer.fingerprint)  # a second's work for a large vocabulary
         return _json(
             {
+                "eos_token": None,  # lm-eval takes a server without this key for one without a tokenizer
+                **tokenizer.special_tokens,
+                "chat_template": tokenizer.chat_template,
                 "source": tokenizer.source,
                 "vocab_size": tokenizer.vocab_size,
                 "bos_token_id": tokenizer.bos_token_id,

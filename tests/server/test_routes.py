@@ -1,7 +1,9 @@
 """Every route and option through the openai client, in one piece and streamed."""
 
+import json
+
 import pytest
-from server.fake_engine import ANSWER, make_tokenizer
+from server.fake_engine import ANSWER, TEMPLATE, make_tokenizer
 from server.running import DEFAULTS
 
 TOKENIZER = make_tokenizer()
@@ -351,6 +353,9 @@ class TestOthers:
         assert status == 200
         assert b'"eos_token_ids":[%d]' % TOKENIZER.eos_token_ids[0] in data
         assert TOKENIZER.fingerprint().encode() in data
+        told = json.loads(data)
+        # lm-eval looks for these, at this level.
+        assert (told["eos_token"], told["chat_template"]) == ("<|end|>", TEMPLATE)
 
     @pytest.mark.parametrize("path", ["/health", "/version", "/openapi.json"])
     def test_probes(self, server, path):
