@@ -1,4 +1,4 @@
-"""Variable tracking: a number is copied from box to box through a text of noise; all boxes that hold it are asked for."""
+"""Variable tracking: a number is copied from box to box through noise; all boxes that hold it are asked for."""
 
 from itertools import pairwise
 

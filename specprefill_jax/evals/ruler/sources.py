@@ -198,11 +198,10 @@ def _packaged_essays() -> Path:
 # Sentences.
 
 _END = re.compile(r"[.!?][\"'”’)\]]* (?=[\"'“‘(\[]*[A-Z0-9])")
-_SHORT = frozenset(
-    (
-        "a.m|apr|aug|ca|capt|cf|co|col|corp|dec|dr|e.g|etc|feb|fig|gen|gov|i.e|inc|jan|jr|jul|jun|ltd|mar|mr|mrs|ms|no"
-        "|nov|oct|p|p.m|ph.d|pp|prof|rep|sen|sep|sept|sr|st|u.k|u.s|vol|vs"
-    ).split("|")
+# Words before a full stop that seldom end a sentence: short forms, and initials.
+_SHORT = re.compile(
+    r"(?i:a\.m|apr|aug|ca|capt|cf|co|col|corp|dec|dr|e\.g|etc|feb|fig|gen|gov|i\.e|inc|jan|jr|jul|jun|ltd|mar|mr|mrs|ms|no"
+    r"|nov|oct|p|p\.m|ph\.d|pp|prof|rep|sen|sep|sept|sr|st|u\.k|u\.s|vol|vs)|[A-Z]"
 )
 
 
@@ -224,7 +223,7 @@ def _sentences(text: str) -> Iterator[str]:
     start = 0
     for end in _END.finditer(text):
         word = text[max(text.rfind(" ", start, end.start()) + 1, start) : end.start()].lstrip("\"'“‘([")
-        if text[end.start()] == "." and (word.lower() in _SHORT or re.fullmatch("[A-Z]", word)):
+        if text[end.start()] == "." and _SHORT.fullmatch(word):
             continue
         yield text[start : end.end() - 1]
         start = end.end()
