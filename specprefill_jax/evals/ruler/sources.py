@@ -207,8 +207,8 @@ def _read_text(file: Path) -> str:
 _END = re.compile(r"[.!?][\"'”’)\]]* (?=[\"'“‘(\[]*[A-Z0-9])")
 # Words before a full stop that seldom end a sentence: short forms, and initials.
 _SHORT = re.compile(
-    r"(?i:a\.m|apr|aug|ca|capt|cf|co|col|corp|dec|dr|e\.g|etc|feb|fig|gen|gov|i\.e|inc|jan|jr|jul|jun|ltd|mar|mr|mrs|ms|no"
-    r"|nov|oct|p|p\.m|ph\.d|pp|prof|rep|sen|sep|sept|sr|st|u\.k|u\.s|vol|vs)|[A-Z]"
+    r"(?i:a\.m|apr|aug|ca|capt|cf|co|col|corp|dec|dr|e\.g|etc|feb|fig|gen|gov|i\.e|inc|jan|jr|jul|jun|ltd|mar|mr|mrs|ms"
+    r"|no|nov|oct|p|p\.m|ph\.d|pp|prof|rep|sen|sep|sept|sr|st|u\.k|u\.s|vol|vs)|[A-Z]"
 )
 
 
