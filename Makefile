@@ -15,9 +15,9 @@ SERVE_ARGS ?=
 # The interpreter for the peer's environment, which is not ours.
 PEER_PYTHON ?= python3.11
 # The set-up that all the goals together want: with make -j, nothing runs in .venv while pip still changes it.
-READY := $(STAMPS)/$(if $(filter setup lint format,$(MAKECMDGOALS)),dev,$(if $(filter test test-real test-browser,$(MAKECMDGOALS)),test,base))
+READY := $(STAMPS)/$(if $(filter test-ray,$(MAKECMDGOALS)),ray,$(if $(filter setup lint format,$(MAKECMDGOALS)),dev,$(if $(filter test test-real test-browser,$(MAKECMDGOALS)),test,base)))
 
-.PHONY: help setup demo serve test test-real test-browser lint format bench roofline aot peer clean distclean
+.PHONY: help setup demo serve test test-real test-browser test-ray lint format bench roofline aot peer clean distclean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -38,6 +38,9 @@ test-real: $(READY)  ## SmolLM2-135M against its goldens; fetches the built-in m
 
 test-browser: $(READY)  ## the server's page in a headless Chromium, which must be there (or CHROMIUM=path)
 	@$(PY) -m pytest -m browser tests/server/test_page.py $(PYTEST_ARGS)
+
+test-ray: $(READY)  ## replicas on a Ray cluster of this machine; installs Ray, a large download, and takes a minute or two
+	@$(PY) -m pytest -m ray tests/server/test_ray.py $(PYTEST_ARGS)
 
 lint: $(READY)  ## ruff, format check, mypy
 	@$(PY) -m ruff check specprefill_jax scripts tests
@@ -101,6 +104,12 @@ $(STAMPS)/test: $(STAMPS)/base
 $(STAMPS)/dev: $(STAMPS)/test
 	@echo "Installing what lint needs."
 	@$(call install,$(PY),--editable '.[dev]')
+	@touch $@
+
+# With make -j beside lint or format, their tools are wanted too.
+$(STAMPS)/ray: $(STAMPS)/$(if $(filter setup lint format,$(MAKECMDGOALS)),dev,test)
+	@echo "Installing Ray. This is a large download."
+	@$(call install,$(PY),--editable '.[ray]')
 	@touch $@
 
 build/aot/.stamp: pyproject.toml

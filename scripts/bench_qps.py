@@ -101,6 +101,9 @@ class Args:
     """A run's."""
     timeout: float = 10.0
     """Seconds that a request may take as a whole; then its connection is closed."""
+    timeout_factor: float | None = None
+    """In place of --timeout: so many times what one request takes alone, read in the same way. With few requests a fast
+    way of reading could else fall further behind than a slow one before it fails."""
     max_missed: float = 4 / 128
     """Share of a run's requests that may miss before its rate fails (rounded down to whole requests)."""
     goodput: tuple[str, ...] = ()
@@ -170,6 +173,8 @@ def check(args: Args) -> dict[str, float]:
         check_real(name, getattr(args, name), "a finite number above 0", lambda x: x > 0)
     if args.start_rate is not None:
         check_real("start_rate", args.start_rate, "a finite number above 0", lambda x: x > 0)
+    if args.timeout_factor is not None:
+        check_real("timeout_factor", args.timeout_factor, "a finite number above 1", lambda x: x > 1)
     check_real("pause", args.pause, "a finite number of at least 0", lambda x: x >= 0)
     check_real("max_missed", args.max_missed, "a number from 0 to below 1", lambda x: 0 <= x < 1)
     for rate in args.rates:
@@ -225,6 +230,8 @@ class Bench:
         draw = random.Random(args.seed)
         self._pools = [draw.sample(rows, len(rows)) for rows in map(read_prompts, args.prompts)]
         self._words = 0
+        self.alone: dict[str, float] = {}
+        """Seconds that a request of each mode takes that has the server for itself."""
         if args.records:
             args.records.write_text("")
 
@@ -297,15 +304,20 @@ class Bench:
                 raise ServerError(f"{mode.name}: {records[-1].outcome}{status}: {records[-1].error}")
         return records
 
-    def warm_up(self, mode: Mode) -> float:
-        """Some requests before it counts; seconds that the last of them took."""
+    def timeout(self, mode: Mode) -> float:
+        """Seconds that a request may take."""
+        factor = self.args.timeout_factor
+        return self.args.timeout if factor is None else factor * self.alone[mode.name]
+
+    def warm_up(self, mode: Mode) -> None:
+        """Some requests before it counts; the last of them tells how long one takes alone."""
         last = self._one_by_one(mode, self.args.warm_up)[-1]
         said = last.specprefill or {}
         if mode.keep_rate is not None and not said.get("engaged"):
             reason = said.get("reason", "the server does not say")
             self.console.print(f"[yellow]{mode.name}: the prompt was not read sparsely ({reason})[/yellow]")
         assert last.e2e is not None
-        return last.e2e
+        self.alone[mode.name] = last.e2e
 
     def run(self, mode: Mode, rate: float) -> bool:
         """Offer one rate and note what came of it; whether it held."""
@@ -323,12 +335,13 @@ class Bench:
             return constantly and missed > allowed
 
         cpu = time.process_time()
-        records = asyncio.run(run_load(self.target, jobs, due, args.timeout, on_end))
+        records = asyncio.run(run_load(self.target, jobs, due, self.timeout(mode), on_end))
         cpu = time.process_time() - cpu
         if missed and all(record.outcome in ("lost", "cancelled") for record in records):
             raise ServerError(f"the server is gone: {next(record.error for record in records if record.error)}")
         found = summary(records, self.objectives)
         row: dict[str, Any] = {"mode": mode.name, "keep_rate": mode.keep_rate, "rate": rate, "missed": missed}
+        row["timeout"] = self.timeout(mode)
         row |= {"holds": missed <= allowed, **found, "client_cpu_share": cpu / max(found["duration"], 1e-9)}
         self.rows.append(row)
         self.mixes[mode.name, rate] = mix_of(records)
@@ -346,15 +359,16 @@ class Bench:
             )
         return bool(row["holds"])
 
-    def find_rate(self, mode: Mode, alone: float) -> Search:
-        """The highest rate that holds; `alone` is the time of a request that has the server for itself."""
+    def find_rate(self, mode: Mode) -> Search:
+        """The highest rate that holds."""
 
         def holds(rate: float) -> bool:
             return self.run(mode, rate)
 
         if self.args.rates:
             return try_rates(self.args.rates, holds)
-        if alone > self.args.timeout:
+        alone = self.alone[mode.name]
+        if alone > self.timeout(mode):
             self.console.print(f"[yellow]{mode.name}: one request alone takes {alone:.2f} s: no rate can hold[/yellow]")
             return Search(None, None, ())
         return search_rate(self.args.start_rate or 1 / alone, holds, precision=self.args.precision)
@@ -397,7 +411,8 @@ def tables(args: Args, rows: list[dict[str, Any]], maxima: list[dict[str, Any]])
     def cell(value: float | None, form: str = ".2f") -> str:
         return "" if value is None else format(value, form)
 
-    table = Table(title=f"{args.protocol} arrivals, {args.requests} requests a run, timeout {args.timeout:g} s")
+    limit = f"{args.timeout:g} s" if args.timeout_factor is None else f"{args.timeout_factor:g} x one alone"
+    table = Table(title=f"{args.protocol} arrivals, {args.requests} requests a run, timeout {limit}")
     for column in ("read", "rate", "answered", "missed"):
         table.add_column(column, justify="left" if column == "read" else "right")
     for column in ("TTFT p50", "p99", "TPOT p50", "p99", "ITL p99", "E2E p50", "p95", "p99", "good/s", "late p99"):
@@ -451,9 +466,10 @@ def measure(args: Args, bench: Bench) -> list[tuple[Mode, Search]]:
     """All runs; the highest rates where they were looked for."""
     ways = modes(args)
     bench.size_prompts(ways[-1])
-    alone = {mode.name: bench.warm_up(mode) for mode in ways}
+    for mode in ways:
+        bench.warm_up(mode)
     if args.protocol == "constant":
-        return [(mode, bench.find_rate(mode, alone[mode.name])) for mode in ways]
+        return [(mode, bench.find_rate(mode)) for mode in ways]
     for rate in sorted(args.rates):
         for mode in ways:
             bench.run(mode, rate)

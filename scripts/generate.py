@@ -205,7 +205,7 @@ def generate(options: Options, document: Prompt) -> None:
 
     runs, outputs = [], []
     for label in labels:
-        say({"dense": "Reading the whole prompt ...", "sparse": "Reading what matters ..."}[label])
+        say({"dense": "Reading the whole prompt ...", "sparse": "Reading what matters, where that pays ..."}[label])
         start = time.perf_counter()
         outputs.append(answer(model, prompt, options, ways[label]))
         runs.append(Run.of(label, outputs[-1], time.perf_counter() - start))

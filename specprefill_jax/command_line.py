@@ -39,5 +39,5 @@ def _unboxed(said: str) -> str:
     lines = [line.strip("│| ") for line in said.splitlines()]
     rules = [index for index, line in enumerate(lines) if line[-3:] in ("──╮", "───", "──╯", "--+", "---")]
     body = lines[rules[0] + 1 : rules[1]] if len(rules) > 1 else lines
-    text = re.sub(r"^Error parsing (config|engine|sampling): ", "", " ".join(body))
+    text = re.sub(r"^Error parsing (config|deployment|engine|sampling): ", "", " ".join(body))
     return f"{text or 'wrong arguments'} (--help lists all flags)"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from specprefill_jax.models.loaded import LoadedLlama, Step, Weights
+from specprefill_jax.models.loaded import Cache, LoadedLlama, Step, Weights
 from specprefill_jax.sampling import SamplingArrays, mark_seen, sample, token_logprobs
 
 
@@ -34,12 +34,15 @@ class Decoded:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class _Next:
-    """What choosing a token leaves on the device."""
+class Next:
+    """What choosing a token leaves on the device: the token, and where it will be fed."""
 
     token: jax.Array
+    """[1] int32."""
     position: jax.Array
+    """[1] int32, in the prompt and the answer behind it."""
     slot: jax.Array
+    """[1] int32, in the cache."""
     seen: jax.Array | None
     logprobs: tuple[jax.Array, jax.Array, jax.Array] | None
 
@@ -78,17 +81,38 @@ class Decoder:
             max_tokens: tokens at most; slot + max_tokens - 1 must not exceed the capacity.
             logprobs: likeliest tokens to report with each one, or None for no log-probabilities.
         """
+        now = self.first(step.hidden, position, slot, settings, seen, logprobs)
+        yield fetch(now)
+        yield from self.later(step.cache, now, settings, 1, max_tokens, logprobs)
+
+    def first(
+        self,
+        hidden: jax.Array,
+        position: jax.Array,
+        slot: jax.Array,
+        settings: SamplingArrays,
+        seen: jax.Array | None,
+        logprobs: int | None,
+    ) -> Next:
+        """The first token, from the hidden state that a prefill left; see `tokens`."""
+        start = Next(slot, position - 1, slot - 1, seen, None)
+        return self._chosen(hidden, settings, 0, start, logprobs)
+
+    def later(
+        self, cache: Cache, now: Next, settings: SamplingArrays, index: int, max_tokens: int, logprobs: int | None
+    ) -> Iterator[Decoded]:
+        """Yield tokens number `index` up to `max_tokens` - 1, after the one in `now`; the cache is consumed."""
         row = self.model.put(np.zeros((1,), np.int32))
-        cache, hidden = step.cache, step.hidden
-        now = _Next(row, position - 1, slot - 1, seen, None)
-        for index in range(max_tokens):
-            if index:
-                done = self.model.step(now.token[:, None], now.position[:, None], cache, now.slot, row)
-                cache, hidden = done.cache, done.hidden
-            now = self._choose(
-                self.model.weights, hidden, settings, index, now.position, now.slot, now.seen, top_n=logprobs
-            )
-            yield _fetch(now)
+        for number in range(index, max_tokens):
+            done = self.model.step(now.token[:, None], now.position[:, None], cache, now.slot, row)
+            cache = done.cache
+            now = self._chosen(done.hidden, settings, number, now, logprobs)
+            yield fetch(now)
+
+    def _chosen(self, hidden: jax.Array, settings: SamplingArrays, index: int, now: Next, logprobs: int | None) -> Next:
+        return self._choose(
+            self.model.weights, hidden, settings, index, now.position, now.slot, now.seen, top_n=logprobs
+        )
 
     def _choose_fn(
         self,
@@ -101,15 +125,16 @@ class Decoder:
         seen: jax.Array | None,
         *,
         top_n: int | None,
-    ) -> _Next:
+    ) -> Next:
         logits = self.model.logits_fn(weights, hidden)
         token = sample(logits, settings, index, seen)
         seen = None if seen is None else mark_seen(seen, token)
         logprobs = None if top_n is None else token_logprobs(logits, token, top_n)
-        return _Next(token, position + 1, slot + 1, seen, logprobs)
+        return Next(token, position + 1, slot + 1, seen, logprobs)
 
 
-def _fetch(now: _Next) -> Decoded:
+def fetch(now: Next) -> Decoded:
+    """The token, on the host."""
     token, logprobs = jax.device_get((now.token, now.logprobs))
     if logprobs is None:
         return Decoded(int(token[0]), None)

@@ -28,6 +28,7 @@ from specprefill_jax.sampling import sampling_arrays, seen_tokens
 from specprefill_jax.scoring import kept_batch, score_and_choose
 from specprefill_jax.selection import Plan, Reason, Selection, num_chunks, plan
 from specprefill_jax.sharding.mesh import check_mesh, largest_mesh
+from specprefill_jax.speculative import Acceptance, Drafts, SpeculativeDecoder
 from specprefill_jax.speculator import MAX_EOS_IDS, Speculator
 from specprefill_jax.timing import Marks, PhaseClock, Timings
 from specprefill_jax.tokens import StreamDecoder, Tokenizer, same_tokenizer
@@ -35,6 +36,7 @@ from specprefill_jax.tokens import StreamDecoder, Tokenizer, same_tokenizer
 Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]]
 """Text, chat messages, or token ids."""
 
+MAX_DRAFT_TOKENS = 32
 PROMPT_KINDS = "text, chat messages or a flat sequence of integer token ids"
 
 
@@ -52,6 +54,10 @@ class Output:
     timings: Timings
     logprobs: list[TokenLogprobs] | None
     """One entry a token, where they were asked for."""
+    proposed_tokens: int = 0
+    """Tokens that the speculator proposed for the answer."""
+    accepted_tokens: int = 0
+    """Of these, so many were right."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,7 @@ class SpecPrefill:
         self.kernels = choose_backend(kernels, speculator.mesh)
         self.speculator = Speculator(speculator, prefill_chunk)
         self._decoder = Decoder(main)
+        self._speculative = SpeculativeDecoder(self._decoder, self.speculator)
 
     @classmethod
     def from_pretrained(
@@ -220,21 +227,38 @@ class SpecPrefill:
         return np.asarray(self.main.logits(self.main.weights, step.hidden)[0])
 
     def generate(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, config: SpecPrefillConfig | None = None
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        config: SpecPrefillConfig | None = None,
+        *,
+        draft_tokens: int = 0,
     ) -> Output:
-        """Answer a prompt; see `stream` for the errors."""
+        """Answer a prompt; see `stream`."""
         output = None
-        for piece in self.stream(prompt, sampling, config):
+        for piece in self.stream(prompt, sampling, config, draft_tokens=draft_tokens):
             output = piece.output
         assert output is not None
         return output
 
     def stream(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, config: SpecPrefillConfig | None = None
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        config: SpecPrefillConfig | None = None,
+        *,
+        draft_tokens: int = 0,
     ) -> Iterator[Piece]:
         """Answer a prompt piece by piece: one piece a token, never half a character, then a closing one.
 
         The prompt is checked and tokenised at once, before the first piece is asked for.
+
+        Args:
+            prompt: text, chat messages, or token ids.
+            sampling: how tokens are drawn, and when it ends.
+            config: how the prompt is read.
+            draft_tokens: proposals of the speculator a round of decoding, at most; fewer, or none, where few are right.
+                The answer is the same (`speculative`). 0: plain decoding.
 
         Raises:
             ArgumentError: a bad prompt, or settings that do not fit it.
@@ -243,6 +267,7 @@ class SpecPrefill:
         clock = PhaseClock()
         sampling = sampling or SamplingParams()
         config = config or SpecPrefillConfig()
+        check_integer("draft_tokens", draft_tokens, 0, MAX_DRAFT_TOKENS)
         ids, spans = self._encode(prompt)
         if len(ids) >= self.max_prompt_tokens:
             allowed = f"shorter than the context of {self.max_prompt_tokens} tokens, to leave room for an answer"
@@ -251,7 +276,7 @@ class SpecPrefill:
             self._tokenizer("stop")
         clock.count("tokenise", len(ids))
         clock.stop()  # until the first piece is asked for
-        return self._stream(ids, spans, sampling, config, clock)
+        return self._stream(ids, spans, sampling, config, clock, draft_tokens)
 
     def warm_up(
         self, num_tokens: int, config: SpecPrefillConfig | None = None, sampling: SamplingParams | None = None
@@ -271,7 +296,13 @@ class SpecPrefill:
                     pass
 
     def _stream(
-        self, ids: np.ndarray, spans: Spans, sampling: SamplingParams, config: SpecPrefillConfig, clock: PhaseClock
+        self,
+        ids: np.ndarray,
+        spans: Spans,
+        sampling: SamplingParams,
+        config: SpecPrefillConfig,
+        clock: PhaseClock,
+        draft_tokens: int = 0,
     ) -> Iterator[Piece]:
         clock.phase("tokenise")
         limit = min(sampling.max_tokens, self.max_prompt_tokens - len(ids))
@@ -288,14 +319,26 @@ class SpecPrefill:
             [_seed(sampling)],
             put=self.main.put,
         )
-        selection, step, slot = self._read(ids, spans, config, limit, clock)
+        drafts = Drafts(self.speculator, ids, limit + draft_tokens) if draft_tokens else None
+        selection, step, slot = self._read(ids, spans, config, limit + draft_tokens, clock, drafts)
         position = self.main.put(np.full((1,), len(ids), np.int32))
         seen = None
         if sampling.repetition_penalty != 1.0:
             seen = _seen_tokens(self.main.put(_padded_ids(ids)), position, self.main.config.vocab_size)
-        decoded = self._decoder.tokens(
-            step, position, slot, settings, seen, max_tokens=limit, logprobs=sampling.logprobs
-        )
+        decoding = (step, position, slot, settings, seen)
+        acceptance = Acceptance(draft_tokens, self._speculative.cost)
+        if drafts is None or selection.reason is Reason.SPECULATOR_FAILED:
+            decoded = self._decoder.tokens(*decoding, max_tokens=limit, logprobs=sampling.logprobs)
+        else:
+            decoded = self._speculative.tokens(
+                *decoding,
+                max_tokens=limit,
+                logprobs=sampling.logprobs,
+                drafts=drafts,
+                looked_ahead=selection.look_ahead_tokens if drafts.cache is not None else (),
+                acceptance=acceptance,
+            )
+        del decoding
         del step  # its cache is consumed by the first decode step
         parts: list[str] = []
         tokens: list[int] = []
@@ -326,15 +369,23 @@ class SpecPrefill:
             selection,
             clock.stop(),
             logprobs if sampling.logprobs is not None else None,
+            acceptance.proposed,
+            acceptance.accepted,
         )
         yield Piece(closing, None, output)
 
     def _read(
-        self, ids: np.ndarray, spans: Spans, config: SpecPrefillConfig, max_tokens: int, clock: PhaseClock
+        self,
+        ids: np.ndarray,
+        spans: Spans,
+        config: SpecPrefillConfig,
+        max_tokens: int,
+        clock: PhaseClock,
+        drafts: Drafts | None,
     ) -> tuple[Selection, Step, jax.Array]:
         """Select, prefill, and fall back to a dense prefill from a clean cache if the speculator fails."""
         marks = Marks(clock, eager=self.main.layerwise)
-        selection = self._select(ids, spans, config, marks)
+        selection = self._select(ids, spans, config, marks, drafts)
         step, slot = self._main_prefill(ids, selection, max_tokens)
         marks.reach(step.hidden, "first_token")
         clock.count("main_prefill", selection.plan.max_kept_tokens)
@@ -352,7 +403,14 @@ class SpecPrefill:
             clock.phase("first_token")
         return selection, step, slot
 
-    def _select(self, ids: np.ndarray, spans: Spans, config: SpecPrefillConfig, marks: Marks | None) -> Selection:
+    def _select(
+        self,
+        ids: np.ndarray,
+        spans: Spans,
+        config: SpecPrefillConfig,
+        marks: Marks | None,
+        drafts: Drafts | None = None,
+    ) -> Selection:
         """Plan on the host, then enqueue speculation, scoring and choice on the device; waits for nothing."""
         look_ahead = config.look_ahead or self.default_look_ahead
         gain = partial(self.predicted_gain, len(ids), look_ahead)
@@ -364,7 +422,7 @@ class SpecPrefill:
             return Selection(planned)
         ends = self.look_ahead_ends(config)
         try:
-            return self._score(ids, planned, config, look_ahead, ends, marks)
+            return self._score(ids, planned, config, look_ahead, ends, marks, drafts)
         except Exception as error:
             if config.mode == "paper":
                 raise SpecPrefillError(f"the speculator failed: {error}") from error
@@ -380,6 +438,7 @@ class SpecPrefill:
         look_ahead: int,
         ends: tuple[int, ...],
         marks: Marks | None,
+        drafts: Drafts | None,
     ) -> Selection:
         if marks is not None:
             marks.clock.phase("speculate", tokens=len(ids))
@@ -388,7 +447,9 @@ class SpecPrefill:
             raise ArgumentError(
                 f"prompt of {len(ids)} tokens is not allowed: it must fit the speculator's context of {limit} tokens"
             )
-        ahead = self.speculator.read(ids, look_ahead, ends)
+        ahead = self.speculator.read(ids, look_ahead, ends, room=drafts.room if drafts is not None else 0)
+        if drafts is not None:
+            drafts.cache = ahead.cache
         if marks is not None:
             marks.reach(ahead.num_queries, "score")
         size = bucket(len(ids))

@@ -46,13 +46,14 @@ class Speculator:
         self._greedy = model.jit(self._greedy_fn)
         self._collect = jax.jit(_collect)
 
-    def read(self, tokens: np.ndarray, look_ahead: int, eos_token_ids: tuple[int, ...]) -> LookAhead:
+    def read(self, tokens: np.ndarray, look_ahead: int, eos_token_ids: tuple[int, ...], *, room: int = 0) -> LookAhead:
         """Prefill one prompt and look ahead; nothing waits for the device.
 
         Args:
             tokens: int32 [M] token ids, M >= 1.
             look_ahead: Q, the number of queries; Q - 1 decode steps.
             eos_token_ids: ids that end the look-ahead, at most MAX_EOS_IDS.
+            room: slots to have behind the prompt, at least.
         """
         size = len(tokens)
         total = padded(size, self.chunk)
@@ -64,7 +65,7 @@ class Speculator:
             self.model.put(np.arange(total, dtype=np.int32)[None]),
             self.model.put(np.full((1,), size, np.int32)),
             size=size,
-            capacity=capacity_for(max(total, size + look_ahead - 1)),
+            capacity=capacity_for(max(total, size + max(look_ahead - 1, room))),
             chunk=self.chunk,
         )
         return self.look_ahead(step, np.full((1,), size, np.int32), [eos_token_ids], look_ahead)

@@ -119,7 +119,7 @@ class LlamaConfig:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=keys.positive("rms_norm_eps", default=1e-6),
+            rms_norm_eps=keys.positive("rms_norm_eps", default=1e-6, most=1.0),
             rope=_read_rope(keys, max_positions),
             max_position_embeddings=max_positions,
             tie_word_embeddings=keys.flag("tie_word_embeddings"),
@@ -220,11 +220,11 @@ class _Keys:
             raise self.error(key, "a finite number")
         return float(value)
 
-    def positive(self, key: str, default: float | None = None) -> float:
+    def positive(self, key: str, default: float | None = None, most: float = math.inf) -> float:
         value = self.number(key)
         value = default if value is None else value
-        if value is None or value <= 0:
-            raise self.error(key, "a finite number above 0")
+        if value is None or not 0 < value <= most:
+            raise self.error(key, "a finite number above 0" + (f" and up to {most:g}" if most < math.inf else ""))
         return value
 
     def flag(self, key: str, default: bool = False) -> bool:

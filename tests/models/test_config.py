@@ -169,6 +169,7 @@ def test_to_json_round_trip(changes):
         ({"max_position_embeddings": 1 << 31}, ["max_position_embeddings=2147483648"]),
         ({"rms_norm_eps": 0}, ["rms_norm_eps=0"]),
         ({"rms_norm_eps": float("nan")}, ["rms_norm_eps=nan"]),
+        ({"rms_norm_eps": 1e300}, ["rms_norm_eps=1e+300", "up to 1"]),
         ({"rms_norm_eps": 10**400}, ["rms_norm_eps=1000", "finite"]),
         ({"tie_word_embeddings": 1}, ["tie_word_embeddings=1"]),
         ({"eos_token_id": -1}, ["eos_token_id=-1"]),

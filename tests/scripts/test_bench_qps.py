@@ -180,6 +180,18 @@ def test_a_request_that_takes_too_long_alone(monkeypatch, tmp_path, capsys):
     assert "dense: one request alone takes 1." in capsys.readouterr().err
 
 
+def test_a_timeout_by_what_one_takes_alone(monkeypatch, tmp_path):
+    """Sparse is five times as quick: with equal factors its rate is five times as high, however few the requests."""
+    simulate(monkeypatch, service)
+    found = measure(tmp_path, timeout_factor=2.0, requests=8, precision=0.001)
+    dense, sparse = found["max_rates"]
+    assert sparse["speedup"] == pytest.approx(5, rel=0.003)
+    [alone] = {run["timeout"] / 2 for run in found["runs"] if run["mode"] == "dense"}
+    assert dense["max_rate"] == pytest.approx(1 / (alone - alone / 7), rel=0.003)
+    with pytest.raises(ValueError, match=r"timeout_factor=1.0 is not allowed"):
+        script.check(script.Args(url=URL, generate=320, timeout_factor=1.0))
+
+
 def test_poisson_protocol(monkeypatch, tmp_path):
     simulate(monkeypatch, service)
     plot = tmp_path / "a.svg"

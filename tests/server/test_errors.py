@@ -68,7 +68,7 @@ def test_a_wrong_value_is_named_with_what_is_allowed(server, path, body, change,
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
 @pytest.mark.parametrize("key", ["keep_rat", "keepRate", "forced_spans", "eos_token_ids"])
-def test_complaint_8_a_misspelt_setting_is_refused_with_those_that_are_allowed(server, engine, path, body, key):
+def test_omlx_443_a_misspelt_setting_is_refused_with_those_that_are_allowed(server, engine, path, body, key):
     error = check(server.post(path, body | {"specprefill": {key: 0.1}}), 400, key, "specprefill")
     assert "allowed are enabled, keep_rate, look_ahead" in error["message"]
     assert engine.submitted == []

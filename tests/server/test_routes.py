@@ -141,19 +141,19 @@ class TestSpecPrefill:
     """What hurt users elsewhere: settings ignored on some routes, and reasons that nobody told."""
 
     @pytest.mark.parametrize("rate", [0.25, 0.4, 1.0])
-    def test_complaint_8_the_keep_rate_that_was_set_is_the_one_that_is_reported(self, ask, engine, rate):
+    def test_omlx_443_the_keep_rate_that_was_set_is_the_one_that_is_reported(self, ask, engine, rate):
         told = ask(extra_body={"specprefill": {"keep_rate": rate}})["specprefill"]
         assert engine.submitted[0].config.keep_rate == rate
         assert told["requested_keep_rate"] == rate
         assert told["keep_rate"] == told["kept_tokens"] / told["num_tokens"]
         assert abs(told["keep_rate"] - rate) <= 32 / told["num_tokens"]
 
-    def test_complaint_8_the_server_s_default_holds_on_every_route(self, ask, engine):
+    def test_omlx_443_the_server_s_default_holds_on_every_route(self, ask, engine):
         told = ask()["specprefill"]
         assert told["requested_keep_rate"] == DEFAULTS.keep_rate
         assert engine.submitted[0].config.min_prompt_tokens == DEFAULTS.min_prompt_tokens
 
-    def test_complaint_8_every_setting_reaches_the_engine(self, ask, engine):
+    def test_omlx_443_every_setting_reaches_the_engine(self, ask, engine):
         given = {"keep_rate": 0.2, "look_ahead": 3, "pool_width": 5, "chunk_size": 16, "mode": "paper"}
         given |= {"tail_tokens": 5, "min_prompt_tokens": 1, "min_predicted_gain": 2, "enabled": False}
         ask(extra_body={"specprefill": given})
@@ -170,14 +170,14 @@ class TestSpecPrefill:
             ({"min_predicted_gain": 9}, "low_predicted_gain"),
         ],
     )
-    def test_complaint_9_every_answer_says_whether_and_why(self, ask, given, reason):
+    def test_omlx_713_every_answer_says_whether_and_why(self, ask, given, reason):
         told = ask(extra_body={"specprefill": given})["specprefill"]
         assert (told["engaged"], told["reason"]) == (reason == "engaged", reason)
         assert told["detail"] is None
         assert told["cached_tokens"] == 7
         assert told["keep_rate"] < 1 if told["engaged"] else told["keep_rate"] == 1
 
-    def test_complaint_20_the_phases_add_up_to_the_time_to_the_first_token(self, ask):
+    def test_lucebox_752_the_phases_add_up_to_the_time_to_the_first_token(self, ask):
         seconds = ask()["specprefill"]["timings"]
         phases = ("tokenise", "queue", "speculate", "score", "main_prefill", "first_token")
         assert sum(seconds[name] for name in phases) == pytest.approx(seconds["ttft"], abs=1e-5)
