@@ -205,8 +205,37 @@ class SpecPrefill:
             ArgumentError: see `encode`; or settings that do not fit the prompt.
             SpecPrefillError: in paper mode, a speculator that failed.
         """
+        return self.select_rates(prompt, None, config)[0]
+
+    def select_rates(
+        self, prompt: Prompt, keep_rates: Sequence[float] | None, config: SpecPrefillConfig | None = None
+    ) -> list[Selection]:
+        """What `select` chooses at each of several keep rates, from one speculation.
+
+        Args:
+            prompt: see `encode`.
+            keep_rates: in place of the config's; None for the config's alone.
+            config: all other settings.
+
+        Raises:
+            ArgumentError, SpecPrefillError: see `select`.
+        """
         config = config or SpecPrefillConfig()
         ids, spans = self._encode(prompt)
+        selections: list[Selection] = []
+        scored: Selection | None = None
+        for rate in (config.keep_rate,) if keep_rates is None else keep_rates:
+            settings = replace(config, keep_rate=rate)
+            if scored is None:
+                selection = self._selected(ids, spans, settings)
+                scored = selection if selection.engaged else None
+            else:
+                selection = scored.replan(self._plan(ids, spans, settings))
+            selections.append(selection)
+        return selections
+
+    def _selected(self, ids: np.ndarray, spans: Spans, config: SpecPrefillConfig) -> Selection:
+        """A selection whose scores were waited for and are finite."""
         selection = self._select(ids, spans, config, None)
         try:
             selection.check()
@@ -219,10 +248,7 @@ class SpecPrefill:
     def prefill(self, prompt: Prompt, selection: Selection) -> np.ndarray:
         """Float32 logits [V] after the last kept token of a prompt."""
         ids = self.encode(prompt)
-        if selection.num_tokens != len(ids):
-            raise argument_error("selection", selection, f"a selection of this prompt, of {len(ids)} tokens")
-        if selection.prompt is not None and not np.array_equal(selection.prompt, ids):
-            raise argument_error("selection", selection, "a selection of this prompt, not of another as long")
+        _check_selection(ids, selection)
         step, _ = self._main_prefill(ids, selection, 0)
         return np.asarray(self.main.logits(self.main.weights, step.hidden)[0])
 
@@ -232,11 +258,12 @@ class SpecPrefill:
         sampling: SamplingParams | None = None,
         config: SpecPrefillConfig | None = None,
         *,
+        selection: Selection | None = None,
         draft_tokens: int = 0,
     ) -> Output:
-        """Answer a prompt; see `stream`."""
+        """Answer a prompt; see `stream` for the arguments and errors."""
         output = None
-        for piece in self.stream(prompt, sampling, config, draft_tokens=draft_tokens):
+        for piece in self.stream(prompt, sampling, config, selection=selection, draft_tokens=draft_tokens):
             output = piece.output
         assert output is not None
         return output
@@ -247,6 +274,7 @@ class SpecPrefill:
         sampling: SamplingParams | None = None,
         config: SpecPrefillConfig | None = None,
         *,
+        selection: Selection | None = None,
         draft_tokens: int = 0,
     ) -> Iterator[Piece]:
         """Answer a prompt piece by piece: one piece a token, never half a character, then a closing one.
@@ -257,6 +285,8 @@ class SpecPrefill:
             prompt: text, chat messages, or token ids.
             sampling: how tokens are drawn, and when it ends.
             config: how the prompt is read.
+            selection: of this prompt: says what is read, so that nothing is speculated or chosen (`config` then only
+                says what a failed one does).
             draft_tokens: proposals of the speculator a round of decoding, at most; fewer, or none, where few are right.
                 The answer is the same (`speculative`). 0: plain decoding.
 
@@ -274,9 +304,11 @@ class SpecPrefill:
             raise ArgumentError(f"prompt of {len(ids)} tokens is not allowed: prompt must be {allowed}")
         if sampling.stop:
             self._tokenizer("stop")
+        if selection is not None:
+            _check_selection(ids, selection)
         clock.count("tokenise", len(ids))
         clock.stop()  # until the first piece is asked for
-        return self._stream(ids, spans, sampling, config, clock, draft_tokens)
+        return self._stream(ids, spans, sampling, config, clock, selection, draft_tokens)
 
     def warm_up(
         self, num_tokens: int, config: SpecPrefillConfig | None = None, sampling: SamplingParams | None = None
@@ -302,6 +334,7 @@ class SpecPrefill:
         sampling: SamplingParams,
         config: SpecPrefillConfig,
         clock: PhaseClock,
+        given: Selection | None = None,
         draft_tokens: int = 0,
     ) -> Iterator[Piece]:
         clock.phase("tokenise")
@@ -320,7 +353,7 @@ class SpecPrefill:
             put=self.main.put,
         )
         drafts = Drafts(self.speculator, ids, limit + draft_tokens) if draft_tokens else None
-        selection, step, slot = self._read(ids, spans, config, limit + draft_tokens, clock, drafts)
+        selection, step, slot = self._read(ids, spans, config, limit + draft_tokens, clock, given, drafts)
         position = self.main.put(np.full((1,), len(ids), np.int32))
         seen = None
         if sampling.repetition_penalty != 1.0:
@@ -381,11 +414,16 @@ class SpecPrefill:
         config: SpecPrefillConfig,
         max_tokens: int,
         clock: PhaseClock,
+        given: Selection | None,
         drafts: Drafts | None,
     ) -> tuple[Selection, Step, jax.Array]:
         """Select, prefill, and fall back to a dense prefill from a clean cache if the speculator fails."""
         marks = Marks(clock, eager=self.main.layerwise)
-        selection = self._select(ids, spans, config, marks, drafts)
+        if given is None:
+            selection = self._select(ids, spans, config, marks, drafts)
+        else:
+            selection = given
+            clock.phase("main_prefill")
         step, slot = self._main_prefill(ids, selection, max_tokens)
         marks.reach(step.hidden, "first_token")
         clock.count("main_prefill", selection.plan.max_kept_tokens)
@@ -413,9 +451,7 @@ class SpecPrefill:
     ) -> Selection:
         """Plan on the host, then enqueue speculation, scoring and choice on the device; waits for nothing."""
         look_ahead = config.look_ahead or self.default_look_ahead
-        gain = partial(self.predicted_gain, len(ids), look_ahead)
-        forced = spans if config.mode == "product" else ()
-        planned = plan(len(ids), config, forced_spans=forced, predicted_gain=gain)
+        planned = self._plan(ids, spans, config)
         if not planned.engaged:
             if marks is not None:
                 marks.clock.phase("main_prefill")
@@ -429,6 +465,12 @@ class SpecPrefill:
             if marks is not None:
                 marks.clock.phase("main_prefill")
             return self._failed(ids, config, error)
+
+    def _plan(self, ids: np.ndarray, spans: Spans, config: SpecPrefillConfig) -> Plan:
+        look_ahead = config.look_ahead or self.default_look_ahead
+        gain = partial(self.predicted_gain, len(ids), look_ahead)
+        forced = spans if config.mode == "product" else ()
+        return plan(len(ids), config, forced_spans=forced, predicted_gain=gain)
 
     def _score(
         self,
@@ -484,13 +526,14 @@ class SpecPrefill:
         """The main model's pass over the kept tokens, and how many they are [1]; enqueued, not waited for."""
         size = selection.plan.max_kept_tokens
         total = padded(size, self.prefill_chunk)
-        if selection.choice is None:
-            tokens = np.zeros((1, total), np.int32)
-            tokens[0, :size] = ids
-            kept = self.main.put(tokens)
-            positions = self.main.put(np.arange(total, dtype=np.int32)[None])
-            count = self.main.put(np.full((1,), size, np.int32))
+        indices = selection.host_indices
+        if indices is not None:
+            arrays = np.zeros((2, 1, total), np.int32)
+            arrays[:, 0, : len(indices)] = ids[indices], indices
+            kept, positions = map(self.main.put, arrays)
+            count = self.main.put(np.full((1,), len(indices), np.int32))
         else:
+            assert selection.choice is not None
             # The selection may come from a pipeline with another prefill chunk: its padding is not ours.
             kept, positions, count = kept_batch(selection.choice, size=total)
             if kept.sharding.device_set != self.main.whole.device_set:  # a speculator on devices of its own
@@ -572,6 +615,14 @@ class SpecPrefill:
             where = f"prompt[{bad[0]}]"
             raise argument_error(where, int(checked[bad[0]]), f"a token id from 0 to {vocabulary - 1}")
         return checked.astype(np.int32)
+
+
+def _check_selection(ids: np.ndarray, selection: Selection) -> None:
+    """ArgumentError unless the selection is of this prompt."""
+    if selection.num_tokens != len(ids):
+        raise argument_error("selection", selection, f"a selection of this prompt, of {len(ids)} tokens")
+    if selection.prompt is not None and not np.array_equal(selection.prompt, ids):
+        raise argument_error("selection", selection, "a selection of this prompt, not of another as long")
 
 
 def _seed(sampling: SamplingParams) -> int | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import jax
 import numpy as np
@@ -227,6 +227,67 @@ class Selection:
         chunks = num_chunks(tokens, size)
         return cls(Plan(False, Reason(reason), tokens, size, chunks, chunks, (), tokens, tokens), detail=detail)
 
+    @classmethod
+    def of_chunks(cls, prompt: np.ndarray, chunks: Iterable[int], *, chunk_size: int = 32) -> Self:
+        """The selection of given chunks of a prompt, whoever chose them.
+
+        Args:
+            prompt: int [M] token ids.
+            chunks: ids of the chunks to read, in any order, each once.
+            chunk_size: tokens a chunk; 1 for a choice of single tokens.
+
+        Raises:
+            ArgumentError: no tokens, no chunks, or a chunk that is not of the prompt or is named twice.
+        """
+        size = check_integer("chunk_size", chunk_size, 1)
+        tokens = check_integer("num_tokens", len(prompt), 1)
+        count = num_chunks(tokens, size)
+        ids = [check_integer("chunks", chunk, 0, count - 1) for chunk in chunks]
+        if not ids or len(set(ids)) != len(ids):
+            raise argument_error("chunks", ids, "at least one chunk, and each once")
+        mask = np.zeros(count, np.bool_)
+        mask[ids] = True
+        choice = _choice_of(mask, prompt, size)
+        kept = int(choice.kept_count)
+        plan = Plan(True, Reason.ENGAGED, tokens, size, count, len(ids), (), kept, kept)
+        return cls(plan, choice=choice, prompt=prompt)
+
+    def replan(self, plan: Plan) -> Self:
+        """What the same scores choose under another plan for this prompt, such as one of another keep rate.
+
+        Chosen on the host by the kernel's rule: the forced chunks, then the highest scores, ties to the lower chunk.
+
+        Raises:
+            ArgumentError: this selection has no scores, or the plan is of another prompt or chunk size.
+            SpecPrefillError: the scores are not finite.
+        """
+        if not plan.engaged:
+            return type(self)(plan)
+        if self.chunk_scores is None or self.prompt is None:
+            raise argument_error("selection", self, "one that a speculator scored")
+        if (plan.num_tokens, plan.chunk_size) != (self.num_tokens, self.chunk_size):
+            raise argument_error("plan", plan, f"of {self.num_tokens} tokens in chunks of {self.chunk_size}")
+        ranks = np.argsort(-np.where(plan.forced_mask(), np.inf, self.chunk_scores), kind="stable")
+        mask = np.zeros(plan.num_chunks, np.bool_)
+        mask[ranks[: plan.kept_chunks]] = True
+        return type(self)(
+            plan,
+            choice=_choice_of(mask, self.prompt, plan.chunk_size),
+            chunk_scores=self._host[1],
+            importance=self._host[2],
+            num_queries=self._host[3],
+            look_ahead_tokens=self._host[4],
+            prompt=self.prompt,
+        )
+
+    @property
+    def host_indices(self) -> np.ndarray | None:
+        """`kept_indices` where the host knows them without the device, else None."""
+        if self.choice is None:
+            return self.kept_indices
+        indices = cast(Any, self.choice.kept_indices)
+        return indices if isinstance(indices, np.ndarray) else None
+
     @property
     def engaged(self) -> bool:
         """Whether part of the prompt is left out."""
@@ -358,3 +419,12 @@ class Selection:
         """Only what needs no wait for the device."""
         kept = f"{self.kept_chunks} of {self.num_chunks} chunks of {self.chunk_size}"
         return f"Selection({self.reason}, {self.num_tokens} tokens, {kept})"
+
+
+def _choice_of(mask: np.ndarray, prompt: np.ndarray, chunk_size: int) -> Choice:
+    """The choice that keeps the chunks of `mask`, bool [C], in numpy and without padding."""
+    chunks = np.flatnonzero(mask).astype(np.int32)
+    indices = (chunks[:, None] * chunk_size + np.arange(chunk_size, dtype=np.int32)).reshape(-1)
+    indices = indices[indices < len(prompt)]
+    tokens = np.asarray(prompt, np.int32)[indices]
+    return Choice(*cast(Any, (chunks, mask, indices, tokens, np.int32(len(indices)), np.bool_(True))))

@@ -1,1 +1,1 @@
-"""Measuring a running server from outside: a load client over HTTP, and what its records say. No JAX here."""
+"""Benchmarks: of answers, asked of a pair of models (`runner`), and of a running server, from outside (`load`)."""

@@ -1,0 +1,74 @@
+"""LongBench on any pair of models: read whole, by SpecPrefill, and by baselines that keep as much.
+
+    python scripts/eval_longbench.py --benchmark-dir LongBench/config --data-dir LongBench/data --out results
+    python scripts/eval_longbench.py ... --methods dense specprefill random --keep-rates 0.1 0.3 --look-aheads 1 8
+    python scripts/eval_longbench.py ... --settings dense p1_full_lah8 p9_full_lah8 --max-length 4096 --limit 20
+
+The benchmark is not part of this repository: `--benchmark-dir` holds its dataset2prompt.json and dataset2maxlen.json,
+`--data-dir` a <dataset>.jsonl for each dataset. Nothing is truncated, as in arXiv 2502.02789, unless `--max-length`
+asks for LongBench's own rule. Needs the extra `eval`. Stop it at any time and run it again: it goes on.
+scripts/report.py turns the results into tables.
+"""
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from specprefill_jax.command_line import parse
+from specprefill_jax.errors import SpecPrefillError
+from specprefill_jax.evals.command import RunArgs, execute
+from specprefill_jax.evals.longbench import DATASETS, count_samples, read_benchmark, read_samples
+from specprefill_jax.evals.samples import Sample
+from specprefill_jax.pipeline import SpecPrefill
+
+
+@dataclass
+class Args(RunArgs):
+    """Run LongBench."""
+
+    benchmark_dir: Path = Path("LongBench/config")
+    """Folder with the benchmark's dataset2prompt.json and dataset2maxlen.json."""
+    data_dir: Path = Path("LongBench/data")
+    """Folder with <dataset>.jsonl, or <dataset>_e.jsonl."""
+    datasets: tuple[str, ...] = tuple(DATASETS)
+    max_length: int | None = None
+    """Prompts of more tokens lose their middle; None: none does."""
+    chat: bool = True
+    """Put prompts into the chat template, but for the datasets that are asked without."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark; exit status 2 for what is not allowed."""
+    console = Console(stderr=True)
+    try:
+        args = parse(Args, argv, "eval_longbench.py")
+        benchmark = read_benchmark(args.benchmark_dir)
+
+        count = count_samples(args.data_dir, benchmark, args.datasets, limit=args.limit)
+
+        def samples(model: SpecPrefill) -> tuple[Iterable[Sample], int]:
+            found = read_samples(
+                args.data_dir,
+                benchmark,
+                args.datasets,
+                model.tokenizer,
+                max_length=args.max_length,
+                limit=args.limit,
+                chat=args.chat,
+            )
+            return found, count
+
+        about = {"max_length": args.max_length, "chat": args.chat}
+        counts, path = execute(args, "longbench", samples, about)
+    except SpecPrefillError as error:
+        console.print(str(error), style="red", markup=False, highlight=False)
+        return 2
+    console.print(f"{counts.done} rows added to {path}, {counts.there} were there, {counts.skipped} could not be read")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,101 @@
+"""What the scripts that run a benchmark share: their flags, the models, the results folder."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+
+from specprefill_jax.config import check_integer
+from specprefill_jax.evals.results import ResultFile
+from specprefill_jax.evals.runner import Counts, run
+from specprefill_jax.evals.samples import Sample
+from specprefill_jax.evals.settings import names_of, parse_setting
+from specprefill_jax.machine import describe
+from specprefill_jax.pipeline import SpecPrefill
+
+Method = Literal["dense", "specprefill", "product", "random", "head_tail", "bm25_chunks", "bm25_sentences"]
+
+LIBRARIES = ("rouge", "jieba", "fuzzywuzzy")
+"""Packages that scores depend on; their versions go into every row, where they are installed."""
+
+
+@dataclass
+class RunArgs:
+    """Flags of every benchmark."""
+
+    main: str = "smollm2-135m"
+    """The model that answers: a folder, a .gguf file, a built-in name or a Hub id."""
+    speculator: str = "smollm2-135m"
+    """The model that chooses."""
+    dtype: str = "bfloat16"
+    speculator_layers: int | None = None
+    """Use only the speculator's first so many layers."""
+    out: Path = Path("results")
+    """Folder of the results; a run that was stopped goes on where it was."""
+    methods: tuple[Method, ...] = ("dense", "specprefill")
+    """Ways of reading that are compared."""
+    keep_rates: tuple[float, ...] = (0.1, 0.3, 0.5)
+    """Of every method but "dense"."""
+    look_aheads: tuple[int, ...] = (8,)
+    """Queries that score, of "specprefill" and "product"; 1 is no look-ahead."""
+    settings: tuple[str, ...] = ()
+    """Ways of reading by name, in place of the three above: dense p1_full_lah8 p3 product_p3 bm25_chunks_p1."""
+    limit: int | None = None
+    """Samples of each task (and length) at most."""
+    seed: int = 0
+    """Of what is drawn."""
+
+
+Samples = Callable[[SpecPrefill], tuple[Iterable[Sample], int | None]]
+"""From a model, whose tokenizer may be needed, to the samples and their number."""
+
+
+def execute(args: RunArgs, benchmark: str, samples: Samples, about: Mapping[str, Any]) -> tuple[Counts, Path]:
+    """Load the pair, ask every sample in every setting, and return what was done and the file of rows.
+
+    Args:
+        args: the flags.
+        benchmark: names the file of rows, `<out>/<benchmark>.jsonl`.
+        samples: called once with the pair.
+        about: what, beside the models and the seed, all rows of the file have in common.
+
+    Raises:
+        SpecPrefillError: flags, models, samples or an existing file that are not allowed.
+    """
+    names = args.settings or names_of(args.methods, args.keep_rates, args.look_aheads)
+    settings = [parse_setting(name) for name in names]
+    if args.limit is not None:
+        check_integer("limit", args.limit, 1)
+    check_integer("seed", args.seed, 0)
+    common = {
+        "benchmark": benchmark,
+        "main": args.main,
+        "speculator": args.speculator,
+        "speculator_layers": args.speculator_layers,
+        "dtype": args.dtype,
+        "seed": args.seed,
+        **about,
+    }
+    path = args.out / f"{benchmark}.jsonl"
+    with ResultFile(path, common, write=jax.process_index() == 0) as results:
+        model = SpecPrefill.from_pretrained(
+            args.main, args.speculator, args.dtype, speculator_layers=args.speculator_layers
+        )
+        found, total = samples(model)
+        counts = run(model, found, settings, results, seed=args.seed, versions=_versions(), total=total)
+    return counts, path
+
+
+def _versions() -> dict[str, str]:
+    """Versions of the packages that results depend on, and the commit where there is one."""
+    machine = describe()
+    versions = dict(machine["versions"])
+    for name in LIBRARIES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions | ({"commit": machine["commit"]} if machine["commit"] else {})

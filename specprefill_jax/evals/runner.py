@@ -1,0 +1,235 @@
+"""Asks a model every sample in every setting and keeps what came out; stop it anywhere, run it again, and it goes on.
+
+A prompt is tokenised once, and speculated once for all keep rates that differ in nothing else.
+"""
+
+import hashlib
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import jax
+import numpy as np
+
+from specprefill_jax.config import SamplingParams, SpecPrefillConfig
+from specprefill_jax.errors import SpecPrefillError
+from specprefill_jax.evals.baselines import Request, choose
+from specprefill_jax.evals.results import ResultFile
+from specprefill_jax.evals.samples import Sample, prompt_ids
+from specprefill_jax.evals.settings import Setting
+from specprefill_jax.pipeline import SpecPrefill
+from specprefill_jax.selection import Reason, Selection
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a run did."""
+
+    done: int
+    """Rows added."""
+    there: int
+    """Rows that were there already."""
+    skipped: int
+    """Of the rows added, those of prompts that could not be read."""
+
+
+def run(
+    model: SpecPrefill,
+    samples: Iterable[Sample],
+    settings: Sequence[Setting],
+    results: ResultFile,
+    *,
+    seed: int = 0,
+    versions: Mapping[str, str] | None = None,
+    total: int | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Counts:
+    """Add a row to the results for every sample and setting that has none yet.
+
+    Rows come in the order of the samples, and of the settings as given except that those which share a speculation are
+    together. Memory does not grow with the samples; only the keys of the rows are kept. On several processes each makes
+    the same call, all read the same results, and only process 0 writes them.
+
+    Args:
+        model: the pair.
+        samples: in a fixed order; those that are done are passed over without being tokenised.
+        settings: from `parse_setting`.
+        results: open.
+        seed: of what is drawn (the baseline "random").
+        versions: of the libraries, into each row.
+        total: number of samples, for the time left; None where it is not known.
+        progress: gets a line from time to time; None: standard error.
+
+    Raises:
+        SpecPrefillError: a row is there already that a later sample would write again (two samples of one name).
+    """
+    groups = _groups(settings)
+    report = Progress(None if total is None else total * len(settings), progress or _to_stderr)
+    done = there = skipped = 0
+    seen: set[str] = set()
+    for sample in samples:
+        if sample.name in seen:
+            raise SpecPrefillError(f"two samples are called {sample.name}")
+        seen.add(sample.name)
+        missing = [[s for s in group if f"{sample.name}/{s.name}" not in results.done] for group in groups]
+        count = sum(map(len, missing))
+        there += len(settings) - count
+        report.passed(len(settings) - count)
+        if not count:
+            continue
+        for row in _rows(model, sample, [group for group in missing if group], seed):
+            row["versions"] = dict(versions or {})
+            results.add(row)
+            done += 1
+            skipped += row["skipped"] is not None
+            report.finished(sample.name)
+    return Counts(done, there, skipped)
+
+
+def _groups(settings: Sequence[Setting]) -> list[list[Setting]]:
+    """The settings in order, those that share a speculation together, where the first of them is."""
+    groups: dict[object, list[Setting]] = {}
+    for setting in settings:
+        shared = setting.name if setting.config is None else replace(setting.config, keep_rate=1.0)
+        groups.setdefault(shared, []).append(setting)
+    return list(groups.values())
+
+
+def _rows(
+    model: SpecPrefill, sample: Sample, groups: Sequence[Sequence[Setting]], seed: int
+) -> Iterator[dict[str, Any]]:
+    """One row for each setting; only the settings' own work is done when it is asked for."""
+    ids = prompt_ids(sample, model.tokenizer)
+    common = {
+        "benchmark": sample.benchmark,
+        "task": sample.task,
+        "category": sample.category,
+        "bucket": sample.bucket,
+        "length": sample.length,
+        "key": sample.key,
+        **sample.notes,
+        "seed": seed,
+        "prompt_sha256": hashlib.sha256(ids.astype("<i4").tobytes()).hexdigest(),
+        "num_tokens": len(ids),
+    }
+    for group in groups:
+        started = time.perf_counter()
+        try:
+            _check_room(model, ids, sample.max_tokens, group[0])
+            selections = _selections(model, ids, sample, group, seed)
+        except SpecPrefillError as error:
+            for setting in group:
+                yield {**common, **_unread(setting, error)}
+            continue
+        seconds = time.perf_counter() - started
+        for setting, selection in zip(group, selections, strict=True):
+            try:
+                yield {**common, **_answered(model, ids, sample, setting, selection, seconds)}
+            except SpecPrefillError as error:
+                yield {**common, **_unread(setting, error)}
+
+
+def _check_room(model: SpecPrefill, ids: np.ndarray, max_tokens: int, setting: Setting) -> None:
+    """SpecPrefillError where the prompt and the longest answer do not fit the models."""
+    need = len(ids) + max_tokens
+    if need > model.max_prompt_tokens:
+        room = f"{len(ids)} tokens and {max_tokens} of an answer"
+        raise SpecPrefillError(f"{room} do not fit the main model's context of {model.max_prompt_tokens}")
+    context = model.speculator.model.config.max_position_embeddings
+    if setting.config is not None and len(ids) > context:
+        raise SpecPrefillError(f"{len(ids)} tokens do not fit the speculator's context of {context}")
+
+
+def _selections(
+    model: SpecPrefill, ids: np.ndarray, sample: Sample, group: Sequence[Setting], seed: int
+) -> list[Selection]:
+    """What is read in each setting of a group."""
+    first = group[0]
+    if first.config is not None:
+        return model.select_rates(ids, [setting.keep_rate for setting in group], first.config)
+    if first.method == "dense":
+        return [Selection.whole(len(ids), Reason.DISABLED)]
+    return [choose(first.method, Request(ids, first.keep_rate, sample.question, model.tokenizer, seed))]
+
+
+def _answered(
+    model: SpecPrefill, ids: np.ndarray, sample: Sample, setting: Setting, selection: Selection, seconds: float
+) -> dict[str, Any]:
+    sampling = SamplingParams(max_tokens=sample.max_tokens, stop=sample.stop if model.tokenizer else ())
+    output = model.generate(ids, sampling, setting.config or SpecPrefillConfig(), selection=selection)
+    text = output.text if model.tokenizer else " ".join(map(str, output.token_ids))
+    what = output.selection  # not what was given, where reading that failed
+    return {
+        **_named(setting),
+        "num_kept": what.num_kept,
+        "kept": spans(what.kept_indices),
+        "reason": str(what.reason),
+        "detail": what.detail,
+        "output": text,
+        "num_generated": len(output.token_ids),
+        "finish_reason": output.finish_reason,
+        "score": float(sample.score(text)),
+        "skipped": None,
+        # The choice is made once for all keep rates of a group.
+        "timings": {"choose": seconds, **output.timings.as_dict()},
+    }
+
+
+def _unread(setting: Setting, error: SpecPrefillError) -> dict[str, Any]:
+    return {**_named(setting), "output": None, "score": None, "skipped": str(error), "timings": {}}
+
+
+def _named(setting: Setting) -> dict[str, Any]:
+    return {"setting": setting.name, "method": setting.method, "keep_rate": setting.keep_rate}
+
+
+def spans(indices: np.ndarray) -> list[list[int]]:
+    """Ascending indices as runs [start, end)."""
+    runs = groupby(enumerate(indices.tolist()), key=lambda pair: pair[1] - pair[0])
+    return [[run[0][1], run[-1][1] + 1] for run in (list(pairs) for _, pairs in runs)]
+
+
+class Progress:
+    """Says how far a run is and how long the rest will take, at most every ten seconds."""
+
+    def __init__(
+        self, total: int | None, say: Callable[[str], None], now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._total = total
+        self._say = say
+        self._now = now
+        self._started = now()
+        self._said: float | None = None
+        self._finished = self._passed = 0
+
+    def passed(self, rows: int) -> None:
+        """So many rows were there already."""
+        self._passed += rows
+
+    def finished(self, name: str) -> None:
+        """A row was made, of the sample `name`."""
+        self._finished += 1
+        at, now = self._finished + self._passed, self._now()
+        if self._said is not None and now - self._said < 10 and at != self._total:
+            return
+        self._said = now
+        each = (now - self._started) / self._finished
+        line = f"{at} rows"
+        if self._total is not None:
+            left = max(self._total - at, 0) * each
+            line = f"{at} of {self._total} rows, about {_duration(left)} left"
+        self._say(f"{line}, {each:.2f} s a row ({name})")
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _to_stderr(line: str) -> None:
+    if jax.process_index() == 0:
+        print(line, file=sys.stderr, flush=True)

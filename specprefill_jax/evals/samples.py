@@ -1,0 +1,67 @@
+"""One question to a model, of whatever benchmark: what the runner asks, and how the answer is scored."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from specprefill_jax.errors import argument_error
+from specprefill_jax.tokens import Tokenizer
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One question; frozen, so that a runner may keep it."""
+
+    benchmark: str
+    """Such as "longbench"."""
+    task: str
+    key: str
+    """Names the sample within its task, bucket and benchmark."""
+    input: str | tuple[int, ...]
+    """The prompt without a chat template, or the token ids of the whole prompt as they are to be read."""
+    outputs: tuple[str, ...]
+    """References."""
+    score: Callable[[str], float]
+    """What an answer is worth, 0 to 1."""
+    max_tokens: int
+    """Most tokens of an answer."""
+    category: str = ""
+    """What tables average over, beside the task."""
+    bucket: str = ""
+    """The length as tables show it, such as "4096" or "4-8k"."""
+    length: int | None = None
+    """The length as the benchmark gives it."""
+    chat: bool = True
+    """Whether the input goes through the chat template, as one message of the user."""
+    answer_prefix: str = ""
+    """The beginning of the answer, given: stands after the template's generation header."""
+    stop: tuple[str, ...] = ()
+    """Strings that end an answer."""
+    question: str = ""
+    """What is asked about the text, for ways of choosing that look for it; "" where it cannot be told apart."""
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the row, such as whose wording the prompt has; JSON-ready."""
+
+    @property
+    def name(self) -> str:
+        """Benchmark, task, bucket and key: no other sample of a results folder has the same."""
+        return "/".join((self.benchmark, self.task, self.bucket, self.key))
+
+
+def prompt_ids(sample: Sample, tokenizer: Tokenizer | None) -> np.ndarray:
+    """The token ids of a sample's whole prompt, int32 [M].
+
+    Raises:
+        ArgumentError: a text, and no tokenizer.
+        TokenizerError: a chat, and no template.
+    """
+    if not isinstance(sample.input, str):
+        return np.asarray(sample.input, np.int32)
+    if tokenizer is None:
+        raise argument_error("input", sample.input, "token ids, as the main model has no tokenizer")
+    if sample.chat:
+        head = tokenizer.render_chat([{"role": "user", "content": sample.input}])
+        return np.asarray(tokenizer.encode(head + sample.answer_prefix, add_special_tokens=False), np.int32)
+    return np.asarray(tokenizer.encode(sample.input + sample.answer_prefix), np.int32)

@@ -1,0 +1,119 @@
+"""scripts/eval_longbench.py and scripts/report.py: from rows of a benchmark to tables."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from answering import Answering
+from script_modules import load_script
+from small_tokenizers import byte_level
+
+from specprefill_jax.evals import command
+from specprefill_jax.evals.results import read_rows
+from specprefill_jax.evals.tables import Estimate, bootstrap, cell
+from specprefill_jax.tokens import Tokenizer
+
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+
+
+@pytest.fixture
+def model(monkeypatch) -> Answering:
+    model = Answering(tokenizer=Tokenizer(byte_level(), chat_templates={"default": TEMPLATE}))
+    monkeypatch.setattr(command.SpecPrefill, "from_pretrained", lambda *given, **named: model)
+    return model
+
+
+@pytest.fixture
+def files(tmp_path) -> list[str]:
+    names = ("hotpotqa", "samsum")
+    (tmp_path / "dataset2prompt.json").write_text(json.dumps(dict.fromkeys(names, "Of {context}: {input}")))
+    (tmp_path / "dataset2maxlen.json").write_text(json.dumps(dict.fromkeys(names, 7)))
+    for name in names:
+        rows = [
+            {"context": "word " * 30, "input": f"which {i}?", "answers": ["200"], "length": 4000 * i} for i in range(3)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folders = ["--benchmark-dir", str(tmp_path), "--data-dir", str(tmp_path), "--out", str(tmp_path / "out")]
+    return [*folders, "--datasets", *names]
+
+
+def test_longbench_to_report(model, files, tmp_path, capsys):
+    script, report = load_script("eval_longbench"), load_script("report")
+    flags = ["--methods", "dense", "specprefill", "bm25_chunks", "--keep-rates", "0.3", "0.5"]
+    assert script.main([*files, *flags, "--limit", "1"]) == 0
+    assert "10 rows added to " in " ".join(capsys.readouterr().err.split())
+    assert script.main([*files, *flags]) == 0
+    assert "20 rows added to" in (said := " ".join(capsys.readouterr().err.split()))
+    assert "10 were there, 0 could not be read" in said
+    assert "30 of 30 rows, about 0 s left" in said
+    rows = list(read_rows(tmp_path / "out" / "longbench.jsonl"))
+    assert [row["setting"] for row in rows[:5]] == [
+        "dense", "p3_full_lah8", "p5_full_lah8", "bm25_chunks_p3", "bm25_chunks_p5"
+    ]  # fmt: skip
+    assert {row["versions"]["rouge"] for row in rows} == {"1.0.1"}
+    assert rows[0]["output"] == f"{rows[0]['num_tokens']} of {rows[0]['num_tokens']}"
+    tokens, sampling = model.asked[-1]
+    assert model.tokenizer.decode(tokens) == "Of " + "word " * 30 + ": which 2?"
+    assert (sampling.max_tokens, sampling.stop, sampling.temperature) == (7, ("\n",), 0.0)
+    about = json.loads((tmp_path / "out" / "longbench.about.json").read_text())
+    assert (about["max_length"], about["main"], about["seed"]) == (None, "smollm2-135m", 0)
+
+    out, plots = tmp_path / "report.md", tmp_path / "plots"
+    assert report.main([str(tmp_path / "out"), "--out", str(out), "--plots", str(plots)]) == 0
+    text = out.read_text()
+    head = "| category | dense | bm25_chunks_p3 | bm25_chunks_p5 | p3_full_lah8 | p5_full_lah8 |"
+    assert head in text
+    assert "### By task and length: p3_full_lah8\n\n| task | 0-4k | 4-8k | 8k+ |" in text
+    assert "| multi-doc QA | " in text
+    assert "| dense | 6 | 0 | 100.0% | 0.00 s |" in text
+    assert ElementTree.parse(plots / "longbench.svg").getroot().tag.endswith("svg")
+    again = tmp_path / "again.md"
+    assert report.main([str(tmp_path / "out"), "--out", str(again)]) == 0
+    assert again.read_text() == text
+    assert report.main([str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out == text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--settings", "p0"], "setting='p0' is not allowed"),
+        (["--methods", "best"], "best"),
+        (["--limit", "0"], "limit=0 is not allowed"),
+        (["--datasets", "squad"], "dataset='squad' is not allowed"),
+        (["--benchmark-dir", "nowhere"], "a folder with dataset2prompt.json"),
+        (["--max-length", "1"], "max_length=1 is not allowed"),
+        (["--keep-rates", "1.5"], "setting='p15_full_lah8' is not allowed"),
+    ],
+)
+def test_wrong_flags(model, files, flags, message, capsys):
+    assert load_script("eval_longbench").main([*files, *flags]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_results_folder_of_another_run_is_refused(model, files, capsys):
+    script = load_script("eval_longbench")
+    assert script.main([*files, "--settings", "dense", "--limit", "1"]) == 0
+    assert script.main([*files, "--settings", "dense", "--limit", "1", "--max-length", "40"]) == 2
+    assert "max_length=40 is not allowed: max_length must be None, as in the run" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+def test_report_of_nothing(tmp_path, capsys):
+    assert load_script("report").main([str(tmp_path)]) == 2
+    assert "a folder with files of rows" in " ".join(capsys.readouterr().err.split())
+
+
+def test_bootstrap():
+    assert bootstrap([[50.0] * 10, [100.0]]) == Estimate(75.0, 75.0, 75.0, 11)
+    values = [0.0, 100.0] * 50
+    found = bootstrap([values])
+    assert found == bootstrap([values])
+    assert found != bootstrap([values], seed=1)
+    # A mean of 100 coin flips: 50 and 1.96 times 5.
+    assert (found.mean, found.low, found.high) == pytest.approx((50, 40.2, 59.8), abs=1.5)
+    # The mean of two tasks of one weight: half of each one's variance.
+    both = bootstrap([values, values[:50]])
+    assert both.high - both.low == pytest.approx(2 * 1.96 * (25 / 4 + 50 / 4) ** 0.5, rel=0.15)
+    assert cell(found) == f"50.0 [{found.low:.1f}, {found.high:.1f}]"
