@@ -1,8 +1,8 @@
 """Devices that remember what was written where: an engine around the scheduler, without any model.
 
-Each slot of a page holds the whole history behind its token, as one number: what the token was, where it stood, and what
-its predecessors were. So a request that reads a slot can say whether it holds what a run alone would have put there, and
-the token that follows a history is a function of it.
+Each slot of a page holds the whole history behind its token, as one number: what the token was, where it stood, and
+what its predecessors were. So a request that reads a slot can say whether it holds what a run alone would have put
+there, and the token that follows a history is a function of it.
 """
 
 from collections.abc import Iterable
@@ -133,14 +133,13 @@ class Simulation:
             assert len(self.rounds) < limit, "no end in sight"
         assert self.pages.usage == self.draft_pages.usage == 0
         assert self.scheduler.sequences == {}
-        self.scheduler.finish(Sequence("nobody", np.zeros(1, np.int32), 1, 0, 1))  # what is over may end again
         self.check_pages()
 
     def round(self, lose: bool = False) -> Round:
         """One round; `lose`: enqueuing it fails and takes the caches with it."""
         sequences = self.scheduler.sequences
         streams = [s for s in self.scheduler.in_phase(Phase.DECODE) if s.issued < s.max_tokens]
-        holders = [s for s in self.scheduler.in_phase(*READING)]
+        holders = list(self.scheduler.in_phase(*READING))
         plan = self.scheduler.schedule()
         self.rounds.append(plan)
         self.preemptions += [s.request_id for s in plan.preempted]
@@ -184,7 +183,9 @@ class Simulation:
             assert 0 < index < sequence.max_tokens
             assert slot == len(job.kept) + index - 1
             assert self.rows[sequence.row] == job.answer[index - 1]
-            self._write(job, self.main, sequence.pages, slot, [job.answer[index - 1]], [sequence.num_tokens + index - 1])
+            self._write(
+                job, self.main, sequence.pages, slot, [job.answer[index - 1]], [sequence.num_tokens + index - 1]
+            )
             self.rows[sequence.row] = following(self._held(self.main, sequence.pages, slot))
             self.pending.append(("token", job, self.rows[sequence.row]))
 

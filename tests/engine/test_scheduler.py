@@ -292,7 +292,9 @@ def test_a_cancelled_speculation_is_gone_on_with():
     assert [piece.start for piece in read] == [3 * CHUNK, 4 * CHUNK, 5 * CHUNK]
 
 
-@pytest.mark.parametrize("phase", [Phase.WAITING, Phase.SPECULATE, Phase.CHOOSING, Phase.READY, Phase.PREFILL, Phase.DECODE])
+@pytest.mark.parametrize(
+    "phase", [Phase.WAITING, Phase.SPECULATE, Phase.CHOOSING, Phase.READY, Phase.PREFILL, Phase.DECODE]
+)
 def test_cancelled_in_any_phase_it_leaves_nothing(phase):
     simulation = Simulation()
     # Somebody else, so that a request may wait ready for its turn.
@@ -312,7 +314,9 @@ def test_prompts_look_ahead_together_when_they_ask_for_as_much():
         simulation.submit(f"eight {i}", prompt(50 + i, i % 3), look_ahead=8)
     simulation.submit("one", prompt(40), look_ahead=1)
     simulation.run()
-    groups = [{s.request_id for s in plan.piece.sequences} for plan in simulation.rounds if isinstance(plan.piece, LookAhead)]
+    groups = [
+        {s.request_id for s in plan.piece.sequences} for plan in simulation.rounds if isinstance(plan.piece, LookAhead)
+    ]
     assert sum(map(len, groups)) == 5
     assert {"one"} in groups
     assert max(map(len, groups)) >= 2
