@@ -10,16 +10,16 @@ from specprefill_jax import SamplingParams, SpecPrefillConfig
 from specprefill_jax.errors import ArgumentError
 from specprefill_jax.selection import Reason, Selection, plan
 
-PAPER = SpecPrefillConfig.paper(0.3, look_ahead=2, chunk_size=8)
+PAPER = SpecPrefillConfig.paper(0.3, look_ahead=8, chunk_size=8)
 PRODUCT = SpecPrefillConfig(
-    0.3, look_ahead=2, chunk_size=8, tail_tokens=9, min_prompt_tokens=0, min_predicted_gain=0.0, eos_token_ids=()
+    0.3, look_ahead=8, chunk_size=8, tail_tokens=9, min_prompt_tokens=0, min_predicted_gain=0.0, eos_token_ids=()
 )
 FOUR = SamplingParams(max_tokens=4, ignore_eos=True)
 
 
 @pytest.mark.parametrize("config", [PAPER, PRODUCT], ids=["paper", "product"])
 def test_rates_from_one_speculation_equal_select(tiny, config):
-    ids, rates = prompt_of(100), (0.1, 0.5, 0.3, 1.0)
+    ids, rates = prompt_of(130), (0.1, 0.5, 0.3, 1.0)
     calls, read = [], tiny.speculator.read
 
     def counted(*arguments, **named):
@@ -44,7 +44,7 @@ def test_rates_from_one_speculation_equal_select(tiny, config):
 
 
 def test_generation_from_a_selection_equals_that_which_selects(tiny):
-    ids = prompt_of(100)
+    ids = prompt_of(130)
     [first, second] = tiny.select_rates(ids, (0.1, 0.5), PAPER)
     for selection, rate in ((first, 0.1), (second, 0.5)):
         alone = tiny.generate(ids, FOUR, replace(PAPER, keep_rate=rate))

@@ -1,5 +1,6 @@
 """A plot of scores over keep rates: a line for each way of choosing, and one across for the whole prompt."""
 
+import math
 from collections.abc import Sequence
 from html import escape
 
@@ -23,7 +24,7 @@ def score_svg(rows: Sequence[Row], heading: str, seed: int = 0) -> str:
         if setting in known and setting != "dense":
             series.setdefault(series_of(setting), []).append((rates[setting], known[setting]))
     across = ticks(max(rates.values(), default=1.0))
-    up = ticks(max((estimate.high for estimate in known.values()), default=0.0) or 1.0)
+    up = ticks(max((max(e.mean, 0.0 if math.isnan(e.high) else e.high) for e in known.values()), default=0.0) or 1.0)
 
     def x(rate: float) -> float:
         return LEFT + rate / across[-1] * (RIGHT - LEFT)
@@ -51,8 +52,9 @@ def score_svg(rows: Sequence[Row], heading: str, seed: int = 0) -> str:
         said.append(f"The whole prompt: {known['dense'].mean:.1f}.")
     for i, (name, points) in enumerate(series.items()):
         colour = COLOURS[i % len(COLOURS)]
-        low = [f"{x(rate):.1f},{y(estimate.low):.1f}" for rate, estimate in points]
-        high = [f"{x(rate):.1f},{y(estimate.high):.1f}" for rate, estimate in points]
+        sure = [point for point in points if not math.isnan(point[1].low)]
+        low = [f"{x(rate):.1f},{y(estimate.low):.1f}" for rate, estimate in sure]
+        high = [f"{x(rate):.1f},{y(estimate.high):.1f}" for rate, estimate in sure]
         line = [f"{x(rate):.1f},{y(estimate.mean):.1f}" for rate, estimate in points]
         parts.append(f'<polygon class="band" fill="{colour}" points="{" ".join(low + high[::-1])}"/>')
         parts.append(f'<polyline class="line" stroke="{colour}" points="{" ".join(line)}"/>')

@@ -1,5 +1,6 @@
 """Rows of results into tables: means with bootstrap intervals, by task, length, category and way of reading."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,13 @@ class Estimate(NamedTuple):
 def bootstrap(groups: Sequence[Sequence[float]], seed: int = 0, resamples: int = RESAMPLES) -> Estimate:
     """The mean of the groups' means, and its 95 % interval: percentiles over resamples within each group, seeded.
 
-    One group is the usual bootstrap of a mean; several are such as the tasks of a category, all of one weight.
+    One group is the usual bootstrap of a mean; several are such as the tasks of a category, all of one weight. A group
+    of one sample says nothing of its spread: the interval is NaN.
     """
+    mean = float(np.mean([np.mean(group) for group in groups]))
+    samples = sum(map(len, groups))
+    if min(map(len, groups)) < 2:
+        return Estimate(mean, math.nan, math.nan, samples)
     draw = np.random.default_rng(seed)
     means = np.zeros(resamples)
     for group in groups:
@@ -32,14 +38,15 @@ def bootstrap(groups: Sequence[Sequence[float]], seed: int = 0, resamples: int =
         weights = draw.multinomial(len(values), np.full(len(values), 1 / len(values)), size=resamples)
         means += weights @ values / len(values) / len(groups)
     low, high = np.percentile(means, (2.5, 97.5))
-    mean = float(np.mean([np.mean(group) for group in groups]))
-    return Estimate(mean, float(low), float(high), sum(map(len, groups)))
+    return Estimate(mean, float(low), float(high), samples)
 
 
 @dataclass(frozen=True)
 class Row:
     """What tables need of a row of results."""
 
+    sample: str
+    """Names the sample within the benchmark."""
     benchmark: str
     task: str
     category: str
@@ -59,6 +66,7 @@ class Row:
         """From a row of a file."""
         timings = row["timings"]
         return cls(
+            sample=f"{row['task']}/{row['bucket']}/{row['key']}",
             **{name: row[name] for name in ("benchmark", "task", "category", "bucket", "setting", "method")},
             keep_rate=row["keep_rate"],
             score=row["score"],
@@ -87,6 +95,20 @@ def estimates(rows: Iterable[Row], by: Sequence[str], seed: int = 0) -> dict[tup
     return {key: bootstrap(list(tasks.values()), seed) for key, tasks in cells.items()}
 
 
+def against_dense(rows: Sequence[Row], seed: int = 0) -> dict[str, Estimate]:
+    """By setting, its scores times 100 less those of the whole prompt, over the samples that both read, tasks alike.
+
+    Paired: what is common to both readings of a sample does not widen the interval.
+    """
+    whole = {row.sample: row.score for row in rows if row.method == "dense" and row.score is not None}
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        dense = whole.get(row.sample)
+        if row.method != "dense" and row.score is not None and dense is not None:
+            found[row.setting][row.task].append(100 * (row.score - dense))
+    return {setting: bootstrap(list(tasks.values()), seed) for setting, tasks in found.items()}
+
+
 def table(head: str, columns: Sequence[str], lines: Mapping[str, Mapping[str, Estimate]]) -> str:
     """A Markdown table of estimates as `mean [low, high]`; an empty cell is a dash.
 
@@ -103,5 +125,7 @@ def table(head: str, columns: Sequence[str], lines: Mapping[str, Mapping[str, Es
 
 
 def cell(estimate: Estimate) -> str:
-    """An estimate as `mean [low, high]`, one decimal each."""
+    """An estimate as `mean [low, high]`, one decimal each; `mean` alone where there is no interval."""
+    if math.isnan(estimate.low):
+        return f"{estimate.mean:.1f}"
     return f"{estimate.mean:.1f} [{estimate.low:.1f}, {estimate.high:.1f}]"

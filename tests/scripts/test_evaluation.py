@@ -10,7 +10,7 @@ from small_tokenizers import byte_level
 
 from specprefill_jax.evals import command
 from specprefill_jax.evals.results import read_rows
-from specprefill_jax.evals.tables import Estimate, bootstrap, cell
+from specprefill_jax.evals.tables import Estimate, Row, against_dense, bootstrap, cell
 from specprefill_jax.tokens import Tokenizer
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
@@ -65,7 +65,8 @@ def test_longbench_to_report(model, files, tmp_path, capsys):
     assert head in text
     assert "### By task and length: p3_full_lah8\n\n| task | 0-4k | 4-8k | 8k+ |" in text
     assert "| multi-doc QA | " in text
-    assert "| dense | 6 | 0 | 100.0% | 0.00 s |" in text
+    assert "| dense | 6 | 0 | 100.0% | 0.00 s | - |" in text
+    assert "not run on the same samples" not in text
     assert ElementTree.parse(plots / "longbench.svg").getroot().tag.endswith("svg")
     again = tmp_path / "again.md"
     assert report.main([str(tmp_path / "out"), "--out", str(again)]) == 0
@@ -100,17 +101,41 @@ def test_a_results_folder_of_another_run_is_refused(model, files, capsys):
     )
 
 
+def row(setting, sample, score, task="t", method="specprefill"):
+    return Row(sample, "made", task, "", "1", setting, method, 0.3, score, 0.3, 1.0)
+
+
+def test_differences_from_dense_are_paired_and_tasks_weigh_the_same():
+    rows = [row("dense", f"t/{i}", i / 10, method="dense") for i in range(10)]
+    rows += [row("dense", "u/0", 0.5, "u", "dense"), row("dense", "u/1", 0.5, "u", "dense")]
+    rows += [row("p3", f"t/{i}", i / 10 - 0.1) for i in range(5)] + [row("p3", "t/9", None), row("p3", "t/77", 1.0)]
+    rows += [row("p3", f"u/{i}", 0.8, "u") for i in range(2)]
+    found = against_dense(rows)
+    assert found.keys() == {"p3"}
+    assert found["p3"] == pytest.approx((10.0, 10.0, 10.0, 7))  # -10 of t and +30 of u, each without spread
+
+
+def test_a_report_of_unequal_samples_says_so():
+    rows = [row("dense", "t/0", 1.0, method="dense"), row("p3", "t/0", 0.0), row("p3", "t/1", 0.5)]
+    text = load_script("report").report({"made": rows}, 0)
+    assert "The settings were not run on the same samples" in text
+    assert "| p3 | 2 | 0 | 30.0% | 1.00 s | -100.0 |" in text
+    assert "| t | 100.0 | 25.0 [0.0, 50.0] |" in text
+
+
 def test_report_of_nothing(tmp_path, capsys):
     assert load_script("report").main([str(tmp_path)]) == 2
     assert "a folder with files of rows" in " ".join(capsys.readouterr().err.split())
 
 
 def test_bootstrap():
-    assert bootstrap([[50.0] * 10, [100.0]]) == Estimate(75.0, 75.0, 75.0, 11)
+    assert bootstrap([[50.0] * 10, [100.0] * 2]) == Estimate(75.0, 75.0, 75.0, 12)
     values = [0.0, 100.0] * 50
     found = bootstrap([values])
     assert found == bootstrap([values])
     assert found != bootstrap([values], seed=1)
+    one = bootstrap([values, [3.0]])
+    assert (one.mean, one.samples, cell(one)) == (26.5, 101, "26.5")
     # A mean of 100 coin flips: 50 and 1.96 times 5.
     assert (found.mean, found.low, found.high) == pytest.approx((50, 40.2, 59.8), abs=1.5)
     # The mean of two tasks of one weight: half of each one's variance.
