@@ -3,72 +3,35 @@
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self, cast
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from specprefill_jax import costs
 from specprefill_jax.cache import capacity_for
 from specprefill_jax.chat_prompt import Spans, encode_chat
-from specprefill_jax.compilation import use_compilation_cache
 from specprefill_jax.config import SamplingParams, SpecPrefillConfig, check_integer
 from specprefill_jax.decode import Decoder, TokenLogprobs
 from specprefill_jax.errors import ArgumentError, SpecPrefillError, argument_error
 from specprefill_jax.kernels.backend import choose_backend
-from specprefill_jax.models.checkpoint import Checkpoint, open_checkpoint
-from specprefill_jax.models.loaded import LoadedLlama, Step, check_fits, load
+from specprefill_jax.loading import load_pair
+from specprefill_jax.models.loaded import LoadedLlama, Step
+from specprefill_jax.output import Output, Piece
 from specprefill_jax.prefill import DEFAULT_CHUNK, bucket, padded, prefill
+from specprefill_jax.prompt import PROMPT_KINDS, Prompt, check_ids, padded_ids
 from specprefill_jax.sampling import sampling_arrays, seen_tokens
 from specprefill_jax.scoring import kept_batch, score_and_choose
 from specprefill_jax.selection import Plan, Reason, Selection, num_chunks, plan
-from specprefill_jax.sharding.mesh import check_mesh, largest_mesh
 from specprefill_jax.speculative import Acceptance, Drafts, SpeculativeDecoder
 from specprefill_jax.speculator import MAX_EOS_IDS, Speculator
-from specprefill_jax.timing import Marks, PhaseClock, Timings
-from specprefill_jax.tokens import StreamDecoder, Tokenizer, same_tokenizer
-
-Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]]
-"""Text, chat messages, or token ids."""
+from specprefill_jax.timing import Marks, PhaseClock
+from specprefill_jax.tokens import StreamDecoder, Tokenizer
 
 MAX_DRAFT_TOKENS = 32
-PROMPT_KINDS = "text, chat messages or a flat sequence of integer token ids"
-
-
-@dataclass(frozen=True)
-class Output:
-    """A finished generation."""
-
-    text: str
-    """The answer; without stop strings and special tokens. Empty for a model without a tokenizer."""
-    token_ids: list[int]
-    """Every generated token, the one that ended the answer included."""
-    finish_reason: str
-    """"stop": an end of sequence, stop id or stop string; "length": max_tokens or the context limit."""
-    selection: Selection
-    timings: Timings
-    logprobs: list[TokenLogprobs] | None
-    """One entry a token, where they were asked for."""
-    proposed_tokens: int = 0
-    """Tokens that the speculator proposed for the answer."""
-    accepted_tokens: int = 0
-    """Of these, so many were right."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A step of a stream: the text that became certain with one token."""
-
-    text: str
-    token_id: int | None
-    """None in the closing piece."""
-    output: Output | None
-    """The whole result, in the closing piece only."""
 
 
 class SpecPrefill:
@@ -135,41 +98,18 @@ class SpecPrefill:
             CheckpointError: a model that is missing, damaged or not a Llama.
             TokenizerError: the two models' tokenizers differ.
         """
-        mesh, speculator_mesh = (None if given is None else check_mesh(given) for given in (mesh, speculator_mesh))
         choose_backend(kernels)  # before any file is read
         chunk = DEFAULT_CHUNK if prefill_chunk is None else prefill_chunk
         chunk = check_integer("prefill_chunk", chunk, 1, allowed="None or an integer of at least 1")
-        opened = open_checkpoint(main)
-        shared = os.fspath(main) == os.fspath(speculator)
-        draft = opened if shared else open_checkpoint(speculator)
-        layers = draft.config.num_layers
-        if speculator_layers is not None:
-            allowed = f"None or an integer from 1 to the speculator's {layers}"
-            speculator_layers = check_integer("speculator_layers", speculator_layers, 1, layers, allowed)
-
-        def check(mesh: Mesh) -> None:
-            check_fits(mesh, opened.config)
-            check_fits(speculator_mesh or mesh, draft.config)
-
-        if mesh is None:
-            mesh = largest_mesh(check)
-        else:
-            check(mesh)
-        apart = speculator_mesh is not None and speculator_mesh != mesh
-        tokenizer = opened.tokenizer()
-        if not shared:
-            same_tokenizer(tokenizer, draft.tokenizer(), opened.config.vocab_size, draft.config.vocab_size)
-        use_compilation_cache()
-        main_model = _load(opened, dtype, mesh, None)
-        whole = shared and not apart and speculator_layers in (None, layers)
-        draft_model = main_model if whole else _load(draft, dtype, speculator_mesh or mesh, speculator_layers)
-        default_look_ahead = 8 if speculator_layers in (None, layers) else 1
+        pair = load_pair(
+            main, speculator, dtype, mesh, speculator_mesh=speculator_mesh, speculator_layers=speculator_layers
+        )
         return cls(
-            main_model,
-            draft_model,
-            tokenizer,
+            pair.main,
+            pair.speculator,
+            pair.tokenizer,
             prefill_chunk=chunk,
-            default_look_ahead=default_look_ahead,
+            default_look_ahead=pair.look_ahead,
             kernels=kernels,
         )
 
@@ -357,7 +297,7 @@ class SpecPrefill:
         position = self.main.put(np.full((1,), len(ids), np.int32))
         seen = None
         if sampling.repetition_penalty != 1.0:
-            seen = _seen_tokens(self.main.put(_padded_ids(ids)), position, self.main.config.vocab_size)
+            seen = _seen_tokens(self.main.put(padded_ids(ids)), position, self.main.config.vocab_size)
         decoding = (step, position, slot, settings, seen)
         acceptance = Acceptance(draft_tokens, self._speculative.cost)
         if drafts is None or selection.reason is Reason.SPECULATOR_FAILED:
@@ -498,7 +438,7 @@ class SpecPrefill:
         chunk_size = min(config.chunk_size, size)  # a chunk longer than the prompt is the prompt
         importance, scores, choice, num_queries, tokens = score_and_choose(
             ahead,
-            _padded_ids(ids),
+            padded_ids(ids),
             np.full((1,), len(ids), np.int32),
             planned.forced_mask(num_chunks(size, chunk_size))[None],
             np.full((1,), planned.num_chunks, np.int32),
@@ -589,33 +529,13 @@ class SpecPrefill:
             raise argument_error("eos_token_ids", ids, f"at most {MAX_EOS_IDS} ids")
         return ids
 
+    def _checked(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        return check_ids(ids, self.main.config.vocab_size, self.max_prompt_tokens)
+
     def _tokenizer(self, name: str) -> Tokenizer:
         if self.tokenizer is None:
             raise ArgumentError(f"{name} as text is not allowed: the model has no tokenizer, so give token ids only")
         return self.tokenizer
-
-    def _checked(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        vocabulary, context = self.main.config.vocab_size, self.max_prompt_tokens
-        if not len(ids):
-            raise argument_error("prompt", list(ids), "at least one token")
-        if len(ids) > context:
-            raise ArgumentError(
-                f"prompt of {len(ids)} tokens is not allowed: prompt must be at most {context} tokens, the main "
-                "model's context (dropped tokens make no room: kept ones keep their positions)"
-            )
-        try:
-            checked = np.asarray(ids)
-        except ValueError:  # a ragged sequence
-            raise argument_error("prompt", list(ids)[:8], PROMPT_KINDS) from None
-        booleans = not isinstance(ids, np.ndarray) and any(isinstance(token, bool) for token in ids)
-        if checked.ndim != 1 or checked.dtype.kind not in "iu" or booleans:
-            raise argument_error("prompt", list(ids)[:8], PROMPT_KINDS)
-        bad = np.flatnonzero((checked < 0) | (checked >= vocabulary))
-        if bad.size:
-            where = f"prompt[{bad[0]}]"
-            raise argument_error(where, int(checked[bad[0]]), f"a token id from 0 to {vocabulary - 1}")
-        return checked.astype(np.int32)
-
 
 def _check_selection(ids: np.ndarray, selection: Selection) -> None:
     """ArgumentError unless the selection is of this prompt."""
@@ -634,21 +554,6 @@ def _seed(sampling: SamplingParams) -> int | None:
     return broadcast(secrets.randbits(64))
 
 
-def _load(checkpoint: Checkpoint, dtype: str, mesh: Mesh | None, num_layers: int | None) -> LoadedLlama:
-    """`load`, with a progress bar where somebody looks on."""
-    columns = (TextColumn("Loading {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(checkpoint.name, total=num_layers or checkpoint.config.num_layers)
-        show = partial(bar.update, task)
-        return load(checkpoint, dtype, num_layers=num_layers, mesh=mesh, report=lambda done, _: show(completed=done))
-
-
 _seen_tokens = jax.jit(seen_tokens, static_argnums=2)
 
 
-def _padded_ids(ids: np.ndarray) -> np.ndarray:
-    """A prompt as int32 [1, bucket]."""
-    out = np.zeros((1, bucket(len(ids))), np.int32)
-    out[0, : len(ids)] = ids
-    return out

@@ -3,6 +3,7 @@
 Shapes come from a few buckets, so that `warm_up` can compile all there will ever be. Nothing here knows of requests.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,9 @@ from specprefill_jax.speculator import LookAhead, Speculator
 
 LOGPROB_ROWS = 64
 """Prompt tokens whose logits exist at the same time."""
+
+SHORT_WITH_LOGPROBS = 128
+"""Tokens of the shorter of the two pieces that give the prompt's log-probabilities."""
 
 
 @jax.tree_util.register_dataclass
@@ -89,6 +93,8 @@ class Runner:
         self.max_model_len = max_model_len
         self.lengths = _lengths(chunk)
         """Tokens of a prefill piece, by compiled program."""
+        self.lengths_with_logprobs = sorted({_up(self.lengths, min(SHORT_WITH_LOGPROBS, chunk)), chunk})
+        """Likewise of pieces that give the prompt's log-probabilities."""
         self.rows = _powers(max_running)
         self.sizes = _sizes(max_model_len)
         """Prompt lengths that are scored, by compiled program."""
@@ -243,7 +249,6 @@ class Runner:
     def _jobs(self, look_aheads: Sequence[int], pool_width: int, chunk_size: int) -> Iterator[Callable[[], Any]]:
         steps: list[Step] = []
         hidden: list[jax.Array] = []
-        chunk = self.lengths[-1]
 
         def speculate(length: int) -> Step:
             steps[:] = [self.speculate(np.zeros(length, np.int32), 0, ())]
@@ -256,8 +261,9 @@ class Runner:
         for length in self.lengths:
             yield partial(prefill, length)
             yield partial(speculate, length)
-        zeros = np.zeros(chunk, np.int32)
-        yield lambda: self.prefill_with_logprobs(zeros, zeros, 0, ())
+        for length in self.lengths_with_logprobs:
+            zeros = np.zeros(length, np.int32)
+            yield partial(self.prefill_with_logprobs, zeros, zeros, 0, ())
         yield lambda: self.choose(hidden[0], idle_batch(1, self.max_running))
         for rows in self.rows:
             at, tables = np.zeros(rows, np.int32), [()] * rows
@@ -295,7 +301,7 @@ class Runner:
         every: bool = False,
     ) -> Step:
         count = len(tokens)
-        length = self.lengths[-1] if every else _up(self.lengths, count)
+        length = _up(self.lengths_with_logprobs if every else self.lengths, count)
         ids, at = np.zeros((2, 1, length), np.int32)
         ids[0, :count], at[0, :count] = tokens, positions
         # Padding past the table's end must find an entry there, and is written to nobody's page.
@@ -340,7 +346,7 @@ class Runner:
     def _prompt_logprobs_fn(
         self, weights: Weights, hidden: jax.Array, targets: jax.Array, last: jax.Array
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-        rows = min(LOGPROB_ROWS, len(targets))
+        rows = math.gcd(LOGPROB_ROWS, len(targets))
         blocks = (hidden[0].reshape(-1, rows, hidden.shape[2]), targets.reshape(-1, rows))
 
         def block(xs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
