@@ -537,6 +537,7 @@ class SpecPrefill:
             raise ArgumentError(f"{name} as text is not allowed: the model has no tokenizer, so give token ids only")
         return self.tokenizer
 
+
 def _check_selection(ids: np.ndarray, selection: Selection) -> None:
     """ArgumentError unless the selection is of this prompt."""
     if selection.num_tokens != len(ids):
@@ -555,5 +556,3 @@ def _seed(sampling: SamplingParams) -> int | None:
 
 
 _seen_tokens = jax.jit(seen_tokens, static_argnums=2)
-
-
