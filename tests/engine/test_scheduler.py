@@ -68,7 +68,7 @@ ACTIONS = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(derandomize=True, max_examples=200, deadline=None)
 @given(
     actions=st.lists(ACTIONS, min_size=1, max_size=24),
     pages=st.integers(6, 40),
