@@ -123,6 +123,14 @@ class Simulation:
         self._expect(job)
         self.scheduler.chosen(job.sequence, len(job.kept), len(job.kept))
 
+    def fail_decoding(self) -> None:
+        """A decode step failed before it wrote anything: its requests begin again, in other pages."""
+        victims = [job for job in self.jobs.values() if job.sequence.phase is Phase.DECODE]
+        for job in victims:
+            job.sequence.suspect = True
+            job.filled = 0
+        self.scheduler.start_over([job.sequence for job in victims])
+
     def cancel(self, name: str) -> None:
         self.scheduler.finish(self.jobs.pop(name).sequence)
 

@@ -68,7 +68,7 @@ ACTIONS = st.one_of(
 )
 
 
-@settings(derandomize=True, max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     actions=st.lists(ACTIONS, min_size=1, max_size=24),
     pages=st.integers(6, 40),
@@ -107,14 +107,20 @@ def test_whatever_comes_each_gets_what_it_would_get_alone(actions, pages, draft_
             if sequence.phase in (Phase.SPECULATE, Phase.LOOK_AHEAD, Phase.CHOOSING):
                 simulation.read_whole(sequence.request_id)
         elif action == "decode fails" and not simulation.pending:
-            victims = [job.sequence for job in jobs if job.sequence.phase is Phase.DECODE]
-            for sequence in victims:
-                sequence.suspect = True
-            simulation.scheduler.start_over(victims)
+            simulation.fail_decoding()
     simulation.run()
     assert len(simulation.finished) == submitted - cancelled
     for job in simulation.finished.values():
         assert job.sequence.generated == job.answer
+
+
+def test_a_lone_stream_whose_step_failed_begins_again_at_once():
+    simulation = Simulation(pages=6, max_running=1, late=False)
+    job = simulation.submit("one", prompt(1), max_tokens=2)
+    simulation.round()
+    simulation.fail_decoding()
+    simulation.run()
+    assert job.sequence.generated == job.answer
 
 
 @pytest.mark.parametrize("late", [False, True])
