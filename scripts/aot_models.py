@@ -34,7 +34,7 @@ from specprefill_jax.config import check_integer, check_real
 from specprefill_jax.errors import ArgumentError, argument_error
 from specprefill_jax.machine import describe
 from specprefill_jax.models.loaded import Cache, LoadedLlama, abstract, like_layers
-from specprefill_jax.models.paged import PAGE, PagedCache, make_paged_cache, paged_spec
+from specprefill_jax.models.paged import PAGE, make_paged_cache, paged_spec
 from specprefill_jax.models.published import LLAMAS, PAIRS
 from specprefill_jax.prefill import DEFAULT_CHUNK, padded
 from specprefill_jax.scoring import score_and_choose
@@ -135,8 +135,7 @@ def lower(case: Case, chip: str, args: Args) -> tuple[LoadedLlama, Cache, jax.st
     for program, length, _ in ENGINE:
         if case.program == program:
             pages = jax.eval_shape(partial(make_paged_cache, model.layout, case.slots // PAGE + 1, model.dtype))
-            k, v = (split(x, paged_spec().k) for x in (pages.k, pages.v))  # type: ignore[arg-type]
-            paged: Any = PagedCache(k, v, whole(batch, (case.tokens + length) // PAGE))  # type: ignore[arg-type]
+            paged: Any = jax.tree.map(split, pages, paged_spec()).of(whole(batch, (case.tokens + length) // PAGE))
             ids = whole(batch, length)
             return model, paged, model.scanned.lower(model.weights, ids, ids, paged, whole(batch), whole(batch))
 

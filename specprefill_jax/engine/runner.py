@@ -21,7 +21,7 @@ from specprefill_jax.models.loaded import LoadedLlama, Step, Weights
 from specprefill_jax.models.paged import PAGE, PagedCache
 from specprefill_jax.sampling import SamplingArrays, mark_seen, sample, token_logprobs
 from specprefill_jax.scoring import score_and_choose
-from specprefill_jax.selection import Plan, num_chunks
+from specprefill_jax.selection import Plan, Reason, num_chunks
 from specprefill_jax.speculator import LookAhead, Speculator
 
 LOGPROB_ROWS = 64
@@ -280,7 +280,7 @@ class Runner:
 
             def score(size: int, found: list[LookAhead] = found) -> Any:
                 chunks = num_chunks(size, chunk_size)
-                plan = Plan(True, "engaged", size, chunk_size, chunks, 1, (), size, size)  # type: ignore[arg-type]
+                plan = Plan(True, Reason.ENGAGED, size, chunk_size, chunks, 1, (), size, size)
                 return self.score(found[0], 0, np.zeros(size, np.int32), (), plan, pool_width)
 
             for rows in _powers(MAX_LOOK_AHEAD_ROWS):
@@ -359,7 +359,7 @@ class Runner:
 def idle_batch(rows: int, nobody: int) -> Batch:
     """A batch of padding: greedy rows of the state's row `nobody`."""
     ones, zeros, whole = np.ones(rows, np.float32), np.zeros(rows, np.float32), np.zeros(rows, np.int32)
-    settings = SamplingArrays(zeros, whole, ones, zeros, ones, np.zeros((rows, 2), np.uint32))  # type: ignore[arg-type]
+    settings = SamplingArrays._make((zeros, whole, ones, zeros, ones, np.zeros((rows, 2), np.uint32)))
     return Batch(np.full(rows, nobody, np.int32), settings, whole, np.full(rows, -1, np.int32))
 
 

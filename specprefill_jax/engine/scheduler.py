@@ -1,8 +1,9 @@
 """What the devices do next, decided in plain Python.
 
 Every round is one decode step of all requests that have their first token, and at most one piece of somebody's prompt:
-a running stream never waits longer than one piece takes. Pieces alternate between the request that came first and the
-one with the least left to read, so that a short prompt overtakes a long one and a long one gets half of the time.
+a running stream never waits longer than one piece takes. The request with the least left to read goes first, but for
+each piece that the one which came first is passed over, it is owed one: so a short prompt overtakes a long one, and a
+long one gets half of the pieces.
 
 A request goes through the phases of `Phase`. It holds pages of the speculator's cache while that reads, and pages of
 the main model's from its first piece there to its end. When decoding finds no free page, the youngest request that
@@ -176,7 +177,8 @@ class Scheduler:
         """By request id, in the order of arrival."""
         self._rows = list(range(max_running - 1, -1, -1))
         self._arrivals = 0
-        self._round = 0
+        self._owed = 0
+        """Pieces for which the request that came first was passed over, and has not been given since; -1 to 1."""
 
     def add(self, sequence: Sequence) -> None:
         """Take a request on; one that is not speculated must know what is kept."""
@@ -254,17 +256,16 @@ class Scheduler:
     # reading prompts
 
     def _piece(self, preempted: list[Sequence]) -> Piece | None:
-        self._round += 1
         ahead = list(self.in_phase(Phase.LOOK_AHEAD))
         if ahead:
             return self._look_ahead(ahead)
         phases = (Phase.WAITING, Phase.SPECULATE, Phase.READY, Phase.PREFILL)
         candidates = [s for s in self.in_phase(*phases) if s not in preempted]
-        if self._round % 2:
-            candidates.sort(key=self._work_left)
-        for sequence in candidates:
+        for sequence in sorted(candidates, key=self._work_left) if self._owed < 1 else candidates:
             piece = self._next(sequence, candidates)
             if piece is not None:
+                passed_over = sequence is not candidates[0]
+                self._owed = min(self._owed + 1, 1) if passed_over else max(self._owed - 1, -1)
                 return piece
         return None
 

@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -37,7 +38,7 @@ class Work:
     followers: list["Work"] = field(default_factory=list)
     """Requests that wait for this one's selection, which will be theirs, too."""
 
-    @property
+    @cached_property
     def key(self) -> tuple:
         """What a selection depends on."""
         digest = hashlib.blake2b(self.sequence.prompt.tobytes(), digest_size=16).digest()

@@ -465,11 +465,10 @@ def _set_layer(stack: Leaves, layer: ArrayLike, leaves: Leaves) -> Leaves:
 
 
 def _empty_stack(x: jax.Array, count: int) -> jax.Array:
-    """Zeros [count, ...] of arrays like x, laid out as it is."""
+    """Zeros [count, ...] of arrays like x, laid out as it is; where that is no mesh, as free to move as x is."""
     layout = x.sharding
-    if isinstance(layout, NamedSharding):
-        layout = NamedSharding(layout.mesh, P(None, *layout.spec))
-    return jnp.zeros((count, *x.shape), x.dtype, device=layout)
+    over_mesh = NamedSharding(layout.mesh, P(None, *layout.spec)) if isinstance(layout, NamedSharding) else None
+    return jnp.zeros((count, *x.shape), x.dtype, device=over_mesh)
 
 
 def _stack(layers: Iterator[Leaves], count: int) -> Leaves:

@@ -9,6 +9,7 @@ Letters: as in `attention`; P pages, W pages of a table's row.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,8 +56,9 @@ class PagedCache:
 
 def paged_spec() -> PagedCache:
     """The layout of a paged cache over a mesh, for `jax.shard_map`: heads are split, rows are whole everywhere."""
-    pages = spec("KLpsH")
-    return PagedCache(pages, pages, PSpec())  # type: ignore[arg-type]
+    pages: Any = spec("KLpsH")
+    rows: Any = PSpec()
+    return PagedCache(pages, pages, rows)
 
 
 def make_paged_cache(config: LlamaConfig, num_pages: int, dtype: jnp.dtype, mesh: Mesh | None = None) -> PagedCache:
@@ -64,7 +66,8 @@ def make_paged_cache(config: LlamaConfig, num_pages: int, dtype: jnp.dtype, mesh
     shape = (config.num_kv_heads, config.num_layers, num_pages, PAGE, config.head_dim)
     pages = rows = None
     if mesh is not None:
-        pages, rows = NamedSharding(mesh, paged_spec().k), NamedSharding(mesh, PSpec())  # type: ignore[arg-type]
+        placed = jax.tree.map(partial(NamedSharding, mesh), paged_spec())
+        pages, rows = placed.k, placed.tables
     # Zeros: a masked slot contributes probability 0 times its value, so the value must be finite.
     k, v = (jnp.zeros(shape, dtype, device=pages) for _ in range(2))
     return PagedCache(k, v, jnp.zeros((0, 0), jnp.int32, device=rows))
@@ -119,7 +122,8 @@ def attend(q: jax.Array, cache: PagedCache, layer: jax.Array, start: jax.Array, 
         slots = slot + jnp.arange(count)
         # Slots past the table's are masked, so whichever page stands in for theirs will do.
         page = jnp.take(cache.tables[b], slots // PAGE, mode="clip")
-        return tuple(x[head, layer, page, slots % PAGE] for x in (cache.k, cache.v))  # type: ignore[return-value]
+        at = (head, layer, page, slots % PAGE)
+        return cache.k[at], cache.v[at]
 
     return attention.attend_blocks(q, keys, start, cache.k.shape[0], cache.tables.shape[1] * PAGE)
 

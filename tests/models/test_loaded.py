@@ -3,6 +3,7 @@
 import itertools
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -104,3 +105,9 @@ def test_one_layer_compiles_all_and_means_nothing():
     assert len(quick.queries) == len(whole.queries) == 4
     assert not np.allclose(quick.hidden, whole.hidden)
     np.testing.assert_array_equal(again.hidden, whole.hidden)
+
+
+def test_a_stack_on_no_mesh_is_as_free_to_move_as_its_layers():
+    """Weights that are bound to a device would have every program compiled twice: for fresh caches, and for its own."""
+    model = load(open_checkpoint(SPECULATOR), "float32", layerwise=False)
+    assert not any(leaf.committed for leaf in jax.tree.leaves((model.weights, model.new_pages(2))))
