@@ -5,6 +5,7 @@ from dataclasses import fields
 import pytest
 from script_modules import load_script
 
+from specprefill_jax.config import SpecPrefillConfig
 from specprefill_jax.errors import ArgumentError
 from specprefill_jax.server.flags import ServeFlags, complain, loopback, url, warn_if_open
 from specprefill_jax.server.service import ServerSettings
@@ -31,6 +32,13 @@ def test_both_commands_have_the_flags_and_their_defaults(command):
     options, shared = command.parse([]), ServeFlags()
     assert isinstance(options, ServeFlags)
     assert {name.name: getattr(options, name.name) for name in fields(shared)} == vars(shared)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_rapid_mlx_1458_no_name_of_a_pair_loosens_the_defaults(command):
+    for main, speculator in (("smollm2-135m-deep4", "smollm2-135m"), ("some/model", "another/model")):
+        options = command.parse(["--main", main, "--speculator", speculator])
+        assert options.settings().defaults == SpecPrefillConfig()
 
 
 @pytest.mark.parametrize("command", COMMANDS)
