@@ -33,7 +33,7 @@ serve: $(STAMPS)/serve  ## serve the demo's pair at http://127.0.0.1:8000 (SERVE
 test: $(READY)  ## run the tests (PYTEST_ARGS="-k name" to choose)
 	@$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
 
-test-real: $(READY)  ## SmolLM2-135M against its goldens; fetches the built-in model where it is not there yet
+test-real: $(READY)  ## SmolLM2-135M against its goldens, and 200 answers that must not be empty; fetches the built-in model where it is not there yet
 	@SPECPREFILL_JAX_CACHE="$${SPECPREFILL_JAX_CACHE:-$${XDG_CACHE_HOME:-$$HOME/.cache}}" $(PY) -m pytest -m real tests/test_real_model.py
 
 test-browser: $(READY)  ## the server's page in a headless Chromium, which must be there (or CHROMIUM=path)

@@ -70,7 +70,7 @@ def read_config(defaults: SpecPrefillConfig, options: SpecPrefillOptions) -> Spe
     try:
         return replace(defaults, **options.settings())
     except SpecPrefillError as error:
-        raise refused(error, "specprefill.") from None
+        raise refused(error) from None
 
 
 def read_sampling(body: GenerationBody, max_tokens: int, logprobs: int | None) -> SamplingParams:
