@@ -96,7 +96,6 @@ def write(folder: Path, model: LlamaConfig, most: int = 500_000_000) -> int:
 
 def measure(args: Args, folder: Path) -> dict[str, float]:
     """Seconds to read the files and to load them, and peak memory, of one process."""
-
     files = sorted(path for path in folder.rglob("*") if path.is_file())
 
     def forget() -> None:
@@ -178,8 +177,9 @@ def main(args: Args) -> None:
                 rows.append({"format": kind, **json.loads(done.stdout)})
     console = Console()
     for row in rows:
+        source = f"{row['format']} {'in the page cache' if row['warm'] else 'on disk'}"
         console.print(
-            f"{total / 1e9:.2f} GB of {row['format']} on {args.devices} devices from {'the page cache' if row['warm'] else 'disk'}: "
+            f"{total / 1e9:.2f} GB of {source} to {args.devices} devices: "
             f"read {row['read_s']:.2f} s, loaded {row['load_s']:.2f} s ({row['load_s'] / row['read_s']:.2f}x); "
             f"peak {row['peak_bytes'] / 1e9:.2f} GB, the model's own bytes and "
             f"{(row['peak_bytes'] - row['model_bytes']) / largest:.2f} of its largest tensor"

@@ -309,8 +309,11 @@ class StoredArray:
         slices += (slice(None),) * (self.ndim - len(slices))
         box = [range(*s.indices(size)) for s, size in zip(slices, self.shape, strict=True)]
         out = fresh([len(side) for side in box], self.dtype)
-        if out.size:
-            list(self._pool.map(lambda piece: self._read_piece(piece, box, out), self._pieces(box)))
+        pieces = list(self._pieces(box)) if out.size else []
+        if len(pieces) == 1:
+            self._read_piece(pieces[0], box, out)
+        else:
+            list(self._pool.map(lambda piece: self._read_piece(piece, box, out), pieces))
         return out
 
     def read(self, index: tuple[slice, ...], out: np.ndarray) -> None:
