@@ -220,7 +220,7 @@ class Scheduler:
         sequence.phase = Phase.READY
 
     def accepted(self, sequence: Sequence, count: int) -> None:
-        """So many of the proposals in the step decided last were right: as many more slots are filled, and tokens known.
+        """So many proposals of the step decided last were right: as many more slots are filled, and tokens known.
 
         The caller may change `draft_tokens` before; at 0 the draft pages are given up for good.
         """
@@ -288,7 +288,7 @@ class Scheduler:
         return True
 
     def _room_for_proposals(self, sequence: Sequence, most: int) -> int:
-        """How many proposals both caches have slots for, at nobody's cost; 0 also where the answer has only one to go."""
+        """How many proposals both caches have slots for, at nobody's cost; 0 where the answer lacks one token alone."""
         count = min(most, sequence.max_tokens - sequence.issued - 1)
         if count <= 0:
             return 0
