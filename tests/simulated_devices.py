@@ -70,10 +70,16 @@ class Simulation:
         chunk: int = 2 * PAGE,
         draft_cost: float = 0.1,
         late: bool = True,
+        cheap_tokens: int = 1000,
     ):
         self.pages, self.draft_pages = BlockManager(pages), BlockManager(draft_pages)
         self.scheduler = Scheduler(
-            self.pages, self.draft_pages, max_running=max_running, chunk=chunk, draft_cost=draft_cost
+            self.pages,
+            self.draft_pages,
+            max_running=max_running,
+            chunk=chunk,
+            draft_cost=draft_cost,
+            cheap_tokens=cheap_tokens,
         )
         self.max_running, self.chunk, self.late = max_running, chunk, late
         self.main: Memory = {}

@@ -39,12 +39,17 @@ from specprefill_jax.engine.sizes import cache_sizes
 from specprefill_jax.engine.warm_up import warm_up
 from specprefill_jax.engine.work import Work
 from specprefill_jax.errors import ArgumentError, argument_error
+from specprefill_jax.models.llama import FEW_ROWS
 from specprefill_jax.models.paged import PAGE
 from specprefill_jax.pipeline import SpecPrefill
 from specprefill_jax.selection import Plan, Reason, plan
+from specprefill_jax.sharding.mesh import platform
 from specprefill_jax.sharding.rules import DATA
 from specprefill_jax.speculative import Acceptance
 from specprefill_jax.tokens import StreamDecoder, Tokenizer
+
+ACCELERATOR_FEW_ROWS = 256
+"""Tokens that a pass reads in about the time of one: some hundred multiplications take as long as reading a weight."""
 
 State = Literal["loading", "ready", "draining", "stuck", "failed", "closed"]
 Report = Callable[[str, int, int], None]
@@ -118,6 +123,7 @@ class Engine:
             max_running=config.max_running,
             chunk=config.prefill_chunk,
             draft_cost=share,
+            cheap_tokens=FEW_ROWS if platform(main.mesh) == "cpu" else ACCELERATOR_FEW_ROWS,
         )
         self._loop = Loop(
             self._runner,

@@ -143,6 +143,8 @@ class Loop:
         if isinstance(piece, LookAhead):
             self._attempt([self.works[s.request_id] for s in piece.sequences], self._look_ahead)
             return
+        if isinstance(piece, Speculate) and not piece.sequence.draft_pages:
+            return  # it was to be read again, and its step of this round has ended it, or failed
         work = self.works[piece.sequence.request_id]
         if not work.begun:
             work.begun = True

@@ -173,7 +173,14 @@ class Scheduler:
     """Decides rounds; holds all requests that are not finished."""
 
     def __init__(
-        self, pages: BlockManager, draft_pages: BlockManager, *, max_running: int, chunk: int, draft_cost: float
+        self,
+        pages: BlockManager,
+        draft_pages: BlockManager,
+        *,
+        max_running: int,
+        chunk: int,
+        draft_cost: float,
+        cheap_tokens: int,
     ):
         """Schedule over two caches.
 
@@ -183,10 +190,12 @@ class Scheduler:
             max_running: requests that may hold pages of the main model's cache at the same time.
             chunk: prompt tokens of a piece at most, a multiple of PAGE.
             draft_cost: what a token costs in the speculator, relative to the main model.
+            cheap_tokens: tokens, proposals included, that one pass of the main model reads at the cost of a few.
         """
         self.pages, self.draft_pages = pages, draft_pages
         self.chunk = chunk
         self.draft_cost = draft_cost
+        self.cheap_tokens = cheap_tokens
         self.sequences: dict[str, Sequence] = {}
         """By request id, in the order of arrival."""
         self._rows = list(range(max_running - 1, -1, -1))
@@ -267,7 +276,7 @@ class Scheduler:
         # All are checked in one pass, which costs as much as the longest: each has what the most hopeful is to have.
         most = max((s.draft_tokens for s in drafting), default=0)
         for sequence in drafting:
-            sequence.proposals = self._room_for_proposals(sequence, most)
+            sequence.proposals = self._room_for_proposals(sequence, min(most, self._cheap_proposals(len(ready))))
         for sequence in ready:
             sequence.done += 1
             sequence.issued += 1
@@ -286,6 +295,11 @@ class Scheduler:
             if youngest is sequence:
                 return False
         return True
+
+    def _cheap_proposals(self, rows: int) -> int:
+        """Proposals a row that still cost little when so many rows decode: 0, 1, 2, 4, ..."""
+        count = self.cheap_tokens // rows - 1
+        return 1 << count.bit_length() - 1 if count > 0 else 0
 
     def _room_for_proposals(self, sequence: Sequence, most: int) -> int:
         """How many proposals both caches have slots for, at nobody's cost; 0 where the answer lacks one token alone."""
@@ -337,7 +351,10 @@ class Scheduler:
 
         Not where the answer that is left is worth less than the reading.
         """
-        for sequence in self.in_phase(Phase.DECODE):
+        decoding = list(self.in_phase(Phase.DECODE))
+        if not decoding or not self._cheap_proposals(len(decoding)):
+            return None
+        for sequence in decoding:
             left = sequence.max_tokens - sequence.issued
             wanted = sequence.draft_tokens and not (sequence.proposals or sequence.suspect or sequence.can_draft)
             if not wanted or left < 2:

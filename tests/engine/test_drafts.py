@@ -35,6 +35,7 @@ def bench(scanned, monkeypatch):
     monkeypatch.setattr(Acceptance, "next_count", lambda self: self.most)
     # What is read whole is worth the speculator's reading, however short the answer.
     monkeypatch.setattr(scanned.engine._scheduler, "draft_cost", 0.01)
+    monkeypatch.setattr(scanned.engine._scheduler, "cheap_tokens", 1000)
     scanned.forget()
     yield scanned
     scanned.check_clean()
@@ -121,8 +122,8 @@ def test_a_mixed_load_equals_each_alone(either, oracle):
 
 
 @pytest.mark.parametrize("most", range(9))
-def test_any_number_of_proposals_in_a_mixed_batch(bench, most):
-    """Of the speculator itself; alone they may be fewer than what is compiled, together all have what one may have."""
+def test_any_number_of_proposals_in_a_mixed_batch(bench, oracle, most):
+    """Alone they may be fewer than what is compiled; together all have what the most hopeful may have."""
     requests = [
         bench.request(prompt_of(length, 100 * most + length), sampling, config, draft_tokens=most)
         for length, sampling, config in (
@@ -132,15 +133,21 @@ def test_any_number_of_proposals_in_a_mixed_batch(bench, most):
             (9, greedy(12, repetition_penalty=1.2), DENSE),
         )
     ]
-    listeners = bench.ask(*requests)
+    listeners = bench.ask(*oracle(requests, wrong=5))
     for listener in listeners:
         bench.check(listener)
     assert (accepted(listeners) > 0) == (most > 0)
-    [alone] = bench.ask(bench.request(prompt_of(70, most), greedy(30), DENSE, draft_tokens=most))
-    bench.check(alone)
+
+
+@pytest.mark.parametrize("most", range(1, 9))
+def test_any_number_of_proposals_of_the_speculator_s_own(bench, most):
+    requests = [bench.request(prompt_of(65 + i, most), greedy(24), DENSE, draft_tokens=most) for i in range(2)]
+    alone, *together = [*bench.ask(requests[0]), *bench.ask(requests[1], bench.request(prompt_of(40, most), greedy(9)))]
+    for listener in (alone, *together):
+        bench.check(listener)
     finished = alone.finished
     assert finished.accepted_tokens == finished.proposed_tokens
-    assert finished.proposed_tokens >= 24 * most // (most + 1)
+    assert finished.proposed_tokens >= 20 * most // (most + 1)
 
 
 def test_what_the_look_ahead_said_is_checked_first_for_nothing(bench, monkeypatch):
@@ -206,17 +213,17 @@ def test_preemption_is_not_noticed(either, oracle):
     engine = either.engine
     held = engine._pages.take(engine._pages.available - 10)
     requests = [
-        either.request(prompt_of(40, 30), greedy(100)),
-        either.request(prompt_of(50, 31), greedy(90, temperature=0.9, seed=5, repetition_penalty=1.2)),
-        either.request(prompt_of(300, 32), greedy(80, logprobs=2), SPARSE),
-        either.request(prompt_of(60, 33), greedy(70, temperature=0.9, seed=6), DENSE),
+        either.request(prompt_of(40, 30), greedy(50)),
+        either.request(prompt_of(50, 31), greedy(45, temperature=0.9, seed=5, repetition_penalty=1.2)),
+        either.request(prompt_of(300, 32), greedy(40, logprobs=2), SPARSE),
+        either.request(prompt_of(60, 33), greedy(40, temperature=0.9, seed=6), DENSE),
     ]
     listeners = either.ask(*oracle(requests, wrong=6))
     engine._pages.release(held)
     assert sum(listener.finished.preemptions for listener in listeners) > 0
     for listener in listeners:
         either.check(listener)
-        assert listener.finished.accepted_tokens > 10
+    assert accepted(listeners) > 20
 
 
 def test_a_prompt_takes_the_pages_and_they_are_read_again(either, oracle, monkeypatch):
@@ -225,7 +232,7 @@ def test_a_prompt_takes_the_pages_and_they_are_read_again(either, oracle, monkey
     held = engine._draft_pages.take(engine._draft_pages.available - 12)
     speculated = Tap(monkeypatch, runner, "speculate")
     requests = [
-        either.request(prompt_of(200, 40), greedy(90, **DRAWN), replace(SPARSE, keep_rate=0.7)),
+        either.request(prompt_of(200, 40), greedy(60, **DRAWN), replace(SPARSE, keep_rate=0.7)),
         *(either.request(prompt_of(300, 41 + i), greedy(2)) for i in range(2)),
     ]
     oracle(requests, wrong=20)
@@ -243,7 +250,17 @@ def test_a_prompt_takes_the_pages_and_they_are_read_again(either, oracle, monkey
     assert engine.stats().speculator_cache_usage == 0
     again = [args for args in speculated.calls if args[1] + len(args[0]) > 200 and len(args[0]) < 64]
     assert any(args[0][-1] in first.tokens and args[1] >= 192 for args in again), "prompt and answer are read again"
-    assert first.finished.accepted_tokens > 30
+    assert first.finished.accepted_tokens > 20
+
+
+@pytest.mark.parametrize("place", [1, 2, 3])
+def test_an_answer_that_ends_while_it_is_to_be_read(either, place):
+    """Its last token and the speculator's reading for it were decided in the same round."""
+    prompt = prompt_of(150, 45)
+    answer = either.alone(either.request(prompt, greedy(9), DENSE)).token_ids
+    [listener] = either.ask(either.request(prompt, greedy(9, stop_token_ids=(answer[place],)), DENSE))
+    either.check(listener)
+    assert len(listener.tokens) == place + 1
 
 
 # faults
@@ -276,12 +293,12 @@ READING_PROMPTS = [
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_check_that_fails_is_done_without_proposals(either, monkeypatch, count):
+def test_a_check_that_fails_is_done_without_proposals(bench, monkeypatch, count):
     """Of a lone request, too: it might be the speculator's fault."""
-    Tap(monkeypatch, either.runner, "verify", at=2, do=fail)
-    requests = [either.request(prompt_of(300 - i, 52 + i), greedy(20, **DRAWN)) for i in range(count)]
-    for listener in either.ask(*requests):
-        either.check(listener)
+    Tap(monkeypatch, bench.runner, "verify", at=2, do=fail)
+    requests = [bench.request(prompt_of(300 - i, 52 + i), greedy(20, **DRAWN)) for i in range(count)]
+    for listener in bench.ask(*requests):
+        bench.check(listener)
 
 
 def test_a_result_that_cannot_be_read_is_computed_again(bench, monkeypatch):
@@ -303,7 +320,7 @@ def test_a_result_that_cannot_be_read_is_computed_again(bench, monkeypatch):
 def test_requests_may_ask_for_fewer_and_no_more(bench):
     """Nothing else is compiled."""
     few, none, many = bench.ask(
-        *(bench.request(prompt_of(60 + i, 56), greedy(30), DENSE, draft_tokens=i) for i in (2, 0, 1000))
+        *(bench.request(prompt_of(60, 56 + i), greedy(30), DENSE, draft_tokens=i) for i in (2, 0, 1000))
     )
     assert none.finished.proposed_tokens == 0
     assert few.finished.proposed_tokens > 0

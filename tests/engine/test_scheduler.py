@@ -77,9 +77,12 @@ ACTIONS = st.one_of(
     max_running=st.integers(1, 5),
     chunk=st.sampled_from([PAGE, CHUNK, 4 * PAGE]),
     late=st.booleans(),
+    cheap_tokens=st.sampled_from([6, 1000]),
 )
-def test_whatever_comes_each_gets_what_it_would_get_alone(actions, pages, draft_pages, max_running, chunk, late):
-    simulation = Simulation(pages, draft_pages, max_running, chunk, late=late)
+def test_whatever_comes_each_gets_what_it_would_get_alone(
+    actions, pages, draft_pages, max_running, chunk, late, cheap_tokens
+):
+    simulation = Simulation(pages, draft_pages, max_running, chunk, late=late, cheap_tokens=cheap_tokens)
     submitted, cancelled = 0, 0
     for action, value in actions:
         jobs = list(simulation.jobs.values())
@@ -487,3 +490,26 @@ def test_a_cache_without_a_free_page_gives_as_many_proposals_as_there_is_room_fo
     assert counts[0] == 4
     assert counts[-10:] == [0] * 10
     assert 1 <= job.proposed <= 4 * counts.count(4) + 3
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_more_decode_the_fewer_proposals_each_has(late):
+    """Six tokens are cheap: so one row may have four proposals (of 1, 2, 4, ...), two rows two, three rows one."""
+    simulation = Simulation(late=late, cheap_tokens=6)
+    counts: dict[int, int] = {}
+    real = simulation.scheduler.schedule
+
+    def schedule():
+        plan = real()
+        most = max((s.proposals for s in plan.decode), default=0)
+        counts[len(plan.decode)] = max(most, counts.get(len(plan.decode), 0))
+        return plan
+
+    simulation.scheduler.schedule = schedule
+    for i in range(4):
+        length = 40 + i
+        simulation.submit(
+            f"r{i}", prompt(length, i % 3), 80 - 20 * i, look_ahead=8, kept=np.arange(length), draft_tokens=8
+        )
+    simulation.run()
+    assert counts == {0: 0, 1: 4, 2: 2, 3: 1, 4: 0}
