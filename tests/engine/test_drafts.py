@@ -209,9 +209,9 @@ def test_cancelled_in_any_step_it_leaves_nothing(bench, monkeypatch, name, at):
 
 
 def test_preemption_is_not_noticed(either, oracle):
-    """With a cache of ten pages, four answers do not fit side by side; the youngest is computed again."""
+    """With a cache of seven pages, four answers do not fit side by side; the youngest is computed again."""
     engine = either.engine
-    held = engine._pages.take(engine._pages.available - 10)
+    held = engine._pages.take(engine._pages.available - 7)
     requests = [
         either.request(prompt_of(40, 30), greedy(50)),
         either.request(prompt_of(50, 31), greedy(45, temperature=0.9, seed=5, repetition_penalty=1.2)),
