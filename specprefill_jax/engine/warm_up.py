@@ -56,9 +56,9 @@ def _jobs(runner: Runner, look_aheads: Sequence[int], pool_width: int, chunk_siz
     for length in runner.lengths_with_logprobs:
         zeros = np.zeros(length, np.int32)
         yield partial(runner.prefill_with_logprobs, zeros, zeros, 0, ())
-    yield lambda: runner.choose(hidden[0], _idle_batch(1, runner.max_running))
+    yield lambda: runner.choose(hidden[0], idle_batch(1, runner.max_running))
     for rows in runner.rows:
-        batch, at = _idle_batch(rows, runner.max_running), np.zeros(rows, np.int32)
+        batch, at = idle_batch(rows, runner.max_running), np.zeros(rows, np.int32)
         yield partial(runner.decode, batch, at, at, [()] * rows)
         for count in runner.proposals:
             yield partial(_verify, runner, batch, count, False)
@@ -95,7 +95,7 @@ def _verify(runner: Runner, batch: Batch, count: int, drafted: bool) -> Chosen:
     return runner.verify(batch, at, at, tables, proposals, at)
 
 
-def _idle_batch(rows: int, nobody: int) -> Batch:
+def idle_batch(rows: int, nobody: int) -> Batch:
     """A batch of padding: greedy rows of the state's row `nobody`."""
     ones, zeros, whole = np.ones(rows, np.float32), np.zeros(rows, np.float32), np.zeros(rows, np.int32)
     settings = SamplingArrays._make((zeros, whole, ones, zeros, ones, np.zeros((rows, 2), np.uint32)))

@@ -155,7 +155,7 @@ class SpecPrefillOptions(Body):
     tail_tokens: int | None = None
     min_prompt_tokens: int | None = None
     min_predicted_gain: float | None = None
-    draft_tokens: int | None = Field(None, ge=0)
+    draft_tokens: Annotated[int, Field(ge=0)] | None = None
     """Proposals a step of decoding, at most; no more than the engine makes."""
     map: bool = False
     """Whether the answer says which chunks were kept."""
