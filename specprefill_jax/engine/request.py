@@ -14,7 +14,7 @@ from specprefill_jax.selection import Selection
 from specprefill_jax.timing import PhaseClock, Timings
 
 MAX_DRAFT_TOKENS = 16
-"""With the last token fewer than a page holds: see `paged.is_few`."""
+"""With the last token fewer than a page holds, or the cache would write them as whole pages."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
