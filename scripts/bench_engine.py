@@ -25,12 +25,14 @@ from specprefill_jax.engine.blocks import BlockManager
 from specprefill_jax.engine.engine import Engine
 from specprefill_jax.engine.loop import Loop
 from specprefill_jax.engine.request import Delta, EngineConfig, Event, Finished, Request
-from specprefill_jax.engine.runner import Batch, Chosen, idle_batch
+from specprefill_jax.engine.runner import Batch, Chosen
 from specprefill_jax.engine.scheduler import Phase, Scheduler, Sequence
+from specprefill_jax.engine.warm_up import idle_batch
 from specprefill_jax.engine.work import Work
 from specprefill_jax.machine import describe
 from specprefill_jax.models.builtin import builtin_folder
 from specprefill_jax.selection import Reason, Selection
+from specprefill_jax.speculative import Acceptance
 from specprefill_jax.tokens import StreamDecoder, Tokenizer
 
 
@@ -84,7 +86,7 @@ class Instant:
 def round_ms(tokenizer: Tokenizer, running: int, rounds: int) -> dict[str, float]:
     """Milliseconds of the host that a round of `running` streams takes, and of these the scheduler's."""
     pages = BlockManager(running * 80)
-    scheduler = Scheduler(pages, BlockManager(2), max_running=running, chunk=512, draft_cost=0.25)
+    scheduler = Scheduler(pages, BlockManager(2), max_running=running, chunk=512, draft_cost=0.25, cheap_tokens=0)
     runner: Any = Instant(running, [running])
 
     def unasked(*_: object) -> Any:
@@ -97,7 +99,8 @@ def round_ms(tokenizer: Tokenizer, running: int, rounds: int) -> dict[str, float
         selection = Selection.whole(512, Reason.DISABLED)
         request = Request(str(number), prompt, SamplingParams(max_tokens=100_000, stop=("never said",)))
         text = StreamDecoder(tokenizer, request.sampling.stop)
-        work = Work(request, lambda event: None, selection.plan, sequence, text, frozenset(), 0, selection)
+        none = Acceptance(0, 1.0)
+        work = Work(request, lambda event: None, selection.plan, sequence, text, frozenset(), 0, none, selection)
         work.kept = np.arange(512, dtype=np.int32)
         loop.admit(work)
     while any(work.sequence.phase is not Phase.DECODE for work in loop.works.values()):

@@ -257,7 +257,7 @@ class LoadedLlama:
             fused = self.fused_attention if q.shape[1] > 1 else None
             if isinstance(cache, PagedCache):
                 pages = paged.write(cache, layer, start, k, v)
-                if fused is not None:
+                if fused is not None and q.shape[1] > attention.FEW_TOKENS:
                     return pages, attention.attend_fused(q, k, v, paged.row(pages, layer), start, fused)
                 return pages, paged.attend(q, pages, layer, start, accelerator=self._accelerator)
             written = attention.write(cache, layer, start, k, v)

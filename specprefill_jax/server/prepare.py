@@ -146,6 +146,7 @@ def build(
                     config=config,
                     generation_tail=prompt.generation_tail,
                     prompt_logprobs=logprobs if echo else None,
+                    draft_tokens=body.specprefill.draft_tokens,
                     clock=copy.deepcopy(arrival.clock),
                 )
             )

@@ -57,6 +57,8 @@ def what_was_read(end: Finished, requested: float, with_map: bool) -> dict[str, 
         "kept_tokens": selection.num_kept,
         "cached_tokens": end.cached_tokens,
         "predicted_gain": selection.plan.predicted_gain,
+        "proposed_tokens": end.proposed_tokens,
+        "accepted_tokens": end.accepted_tokens,
         "timings": {name: round(value, 6) for name, value in seconds.items()},
     }
     return told | _map(selection) if with_map else told
