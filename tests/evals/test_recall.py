@@ -108,9 +108,8 @@ def test_recall_of_every_choice(values, data):
     count, size = data.draw(st.integers(1, len(scores))), data.draw(st.integers(1, 9))
     tokens = len(scores) * size
     best = best_chunks(scores, count)
-    masks = []
-    for chunks in itertools.combinations(range(len(scores)), count):
-        masks.append(np.isin(np.arange(len(scores)), chunks))
+    every = range(len(scores))
+    masks = [np.isin(every, chunks) for chunks in itertools.combinations(every, count)]
     recalls = [recall(mask, best) for mask in masks]
     shares = [mass_recall(mask, scores, tokens, size) for mask in masks]
     assert recall(best, best) == max(recalls) == 1.0
