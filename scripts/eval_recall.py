@@ -35,6 +35,8 @@ class Args(PairArgs):
     ] = tyro.MISSING
     look_aheads: tuple[int, ...] = (1, 8)
     """Queries that score; 1 is no look-ahead."""
+    seed: int = 42
+    """Of RULER's samples."""
     answer_tokens: int = 128
     """Tokens of a true answer that are read at most."""
 

@@ -11,6 +11,8 @@ from script_modules import load_script
 from small_tokenizers import byte_level
 
 from specprefill_jax.evals import command
+from specprefill_jax.evals.document import to_markdown
+from specprefill_jax.evals.report import Results, report
 from specprefill_jax.evals.results import read_rows
 from specprefill_jax.evals.ruler import TASKS, Sources, generate, prompting
 from specprefill_jax.evals.tables import Estimate, Row, against_dense, bootstrap, cell
@@ -41,7 +43,7 @@ def files(tmp_path) -> list[str]:
 
 
 def test_longbench_to_report(model, files, tmp_path, capsys):
-    script, report = load_script("eval_longbench"), load_script("report")
+    script, reporting = load_script("eval_longbench"), load_script("report")
     flags = ["--methods", "dense", "specprefill", "bm25_chunks", "--keep-rates", "0.3", "0.5"]
     assert script.main([*files, *flags, "--limit", "1"]) == 0
     assert "10 rows added to " in " ".join(capsys.readouterr().err.split())
@@ -61,8 +63,9 @@ def test_longbench_to_report(model, files, tmp_path, capsys):
     about = json.loads((tmp_path / "out" / "longbench.about.json").read_text())
     assert (about["max_length"], about["main"], about["seed"]) == (None, "smollm2-135m", 0)
 
-    out, plots = tmp_path / "report.md", tmp_path / "plots"
-    assert report.main([str(tmp_path / "out"), "--out", str(out), "--plots", str(plots)]) == 0
+    out, plots, page = tmp_path / "report.md", tmp_path / "plots", tmp_path / "report.html"
+    flags = ["--out", str(out), "--plots", str(plots), "--html", str(page)]
+    assert reporting.main([str(tmp_path / "out"), *flags]) == 0
     text = out.read_text()
     head = "| category | dense | bm25_chunks_p3 | bm25_chunks_p5 | p3_full_lah8 | p5_full_lah8 |"
     assert head in text
@@ -72,10 +75,25 @@ def test_longbench_to_report(model, files, tmp_path, capsys):
     assert "not run on the same samples" not in text
     assert ElementTree.parse(plots / "longbench.svg").getroot().tag.endswith("svg")
     again = tmp_path / "again.md"
-    assert report.main([str(tmp_path / "out"), "--out", str(again)]) == 0
+    assert reporting.main([str(tmp_path / "out"), "--out", str(again)]) == 0
     assert again.read_text() == text
-    assert report.main([str(tmp_path / "out")]) == 0
+    assert reporting.main([str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out == text
+
+    samples = [line.split("\t") for line in (tmp_path / "report.samples.tsv").read_text().splitlines()]
+    assert samples[0][4:] == ["kind", "needed", "score at 0.3", "score at 0.5", "score at 1"]
+    assert len(samples) == 1 + 6
+    assert samples[1][:4] == ["longbench", "hotpotqa/0-4k/0", "hotpotqa", "p*_full_lah8"]
+    assert "### Kinds of prompts: p*_full_lah8" in text
+    assert "| task | compressible | information-dense | noisy | unanswered | samples |" in text
+    body = page.read_text()
+    assert body.count("<svg") == 1
+    assert all(heading in body for heading in ("<h2>longbench</h2>", "<h3>By category</h3>", "<th", "p3_full_lah8"))
+    page.unlink()
+    (tmp_path / "report.samples.tsv").unlink()
+    assert reporting.main([str(tmp_path / "out"), "--html", str(page)]) == 0
+    assert (page.read_text(), capsys.readouterr().out) == (body, "")
+    assert (tmp_path / "report.samples.tsv").is_file()
 
 
 @pytest.mark.parametrize(
@@ -131,8 +149,8 @@ def test_ruler_to_report(model, ruler, tmp_path, capsys):
     assert model.tokenizer.decode(tokens) == f"[user]{wanted.input}[assistant]{wanted.answer_prefix}"
     assert (sampling.max_tokens, sampling.stop) == (32, ())
 
-    report = load_script("report")
-    assert report.main([str(tmp_path / "out")]) == 0
+    reporting = load_script("report")
+    assert reporting.main([str(tmp_path / "out")]) == 0
     text = capsys.readouterr().out
     assert "### By task and length: bm25_chunks_p3\n\n| task | 3000 | 3500 |" in text
     for category in ("retrieval", "multi-hop tracing", "aggregation", "question answering"):
@@ -202,7 +220,7 @@ def test_differences_from_dense_are_paired_and_tasks_weigh_the_same():
 
 def test_a_report_of_unequal_samples_says_so():
     rows = [row("dense", "t/0", 1.0, method="dense"), row("p3", "t/0", 0.0), row("p3", "t/1", 0.5)]
-    text = load_script("report").report({"made": rows}, 0)
+    text = to_markdown(report(Results({"made": rows}), 0))
     assert "The settings were not run on the same samples" in text
     assert "| p3 | 2 | 0 | 30.0% | 1.00 s | -100.0 |" in text
     assert "| t | 100.0 | 25.0 [0.0, 50.0] |" in text
