@@ -29,10 +29,10 @@ from specprefill_jax.evals.recall import recall_rows, recall_settings
 class Args(PairArgs):
     """Compare a speculator with the oracle."""
 
-    benchmark: tyro.conf.Positional[
+    benchmark: (
         Annotated[RulerArgs, tyro.conf.subcommand("ruler")]
         | Annotated[LongBenchArgs, tyro.conf.subcommand("longbench")]
-    ] = tyro.MISSING
+    ) = tyro.MISSING
     look_aheads: tuple[int, ...] = (1, 8)
     """Queries that score; 1 is no look-ahead."""
     seed: int = 42

@@ -1,4 +1,4 @@
-"""scripts/eval_longbench.py, scripts/eval_ruler.py and scripts/report.py: from rows of a benchmark to tables."""
+"""scripts/eval_longbench.py, eval_ruler.py, eval_recall.py and report.py: from rows of a benchmark to tables."""
 
 import json
 import xml.etree.ElementTree as ElementTree
@@ -10,6 +10,7 @@ from ruler_files import write_essays, write_questions
 from script_modules import load_script
 from small_tokenizers import byte_level
 
+from specprefill_jax import SpecPrefill
 from specprefill_jax.evals import command
 from specprefill_jax.evals.document import to_markdown
 from specprefill_jax.evals.report import Results, report
@@ -245,3 +246,53 @@ def test_bootstrap():
     both = bootstrap([values, values[:50]])
     assert both.high - both.low == pytest.approx(2 * 1.96 * (25 / 4 + 50 / 4) ** 0.5, rel=0.15)
     assert cell(found) == f"50.0 [{found.low:.1f}, {found.high:.1f}]"
+
+
+@pytest.fixture
+def pair(tiny, monkeypatch) -> SpecPrefill:
+    """The tiny pair with a tokenizer, whatever is asked for."""
+    tokenizer = Tokenizer(byte_level(), chat_templates={"default": TEMPLATE})
+    pair = SpecPrefill(tiny.main, tiny.speculator.model, tokenizer, prefill_chunk=64)
+    monkeypatch.setattr(command.SpecPrefill, "from_pretrained", lambda *given, **named: pair)
+    return pair
+
+
+def test_recall_to_report(pair, files, tmp_path, capsys):
+    script, reporting = load_script("eval_recall"), load_script("report")
+    out = files.index("--out")
+    flags = ["--keep-rates", "0.3", "--look-aheads", "4", *files[out : out + 2]]
+    dataset = [*files[:out], "--datasets", "hotpotqa"]
+    assert script.main(["--limit", "1", *flags, "longbench", *dataset]) == 0
+    assert script.main(["--limit", "2", *flags, "longbench", *dataset]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "2 rows added to" in said
+    assert "2 were there, 0 could not be read" in said
+    rows = list(read_rows(tmp_path / "out" / "longbench_recall.jsonl"))
+    assert [row["setting"] for row in rows] == ["p3_full_lah4", "p3_full_answer"] * 2
+    about = json.loads((tmp_path / "out" / "longbench_recall.about.json").read_text())
+    assert (about["answer_tokens"], about["max_length"], about["chat"]) == (128, None, True)
+    assert all(0 <= row["recall"] <= 1 and row["mass"] <= row["oracle_mass"] <= 1 for row in rows)
+    assert reporting.main([str(tmp_path / "out")]) == 0
+    text = capsys.readouterr().out
+    assert "## longbench: recall of the oracle" in text
+    assert "| hotpotqa | " in text
+    assert script.main(["--limit", "2", "--answer-tokens", "2", *flags, "longbench", *dataset]) == 2
+    assert "answer_tokens=2 is not allowed: answer_tokens must be 128, as in the run" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["ruler", "--tasks", "niah"], "tasks='niah' is not allowed"),
+        (["ruler", "--lengths", "40", "--tasks", "vt"], "length=40 is not allowed"),
+        (["longbench", "--benchmark-dir", "nowhere"], "a folder with dataset2prompt.json"),
+        (["--answer-tokens", "0", "ruler", "--tasks", "vt"], "answer_tokens=0 is not allowed"),
+        (["--keep-rates", "0", "ruler", "--tasks", "vt"], "setting='p0_full' is not allowed"),
+        ([], "ruler"),
+    ],
+)
+def test_wrong_recall_flags(model, flags, message, tmp_path, capsys):
+    assert load_script("eval_recall").main(["--out", str(tmp_path / "out"), *flags]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
