@@ -1,6 +1,7 @@
 """The rows of a results folder into a report: scores by task, length and category, kinds of prompts, recall."""
 
 import itertools
+import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -8,12 +9,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from specprefill_jax.errors import argument_error
+from specprefill_jax.errors import SpecPrefillError, argument_error
 from specprefill_jax.evals import recall
 from specprefill_jax.evals.compressibility import TOLERANCE, Curve, curves, kinds_table
 from specprefill_jax.evals.document import Block, Figure, Heading, Table, Text
 from specprefill_jax.evals.results import read_rows
 from specprefill_jax.evals.score_plot import score_svg
+from specprefill_jax.evals.speedup_plot import speedup_svg
 from specprefill_jax.evals.tables import Estimate, Row, against_dense, cell, estimates, settings_of, table
 
 INTRODUCTION = (
@@ -32,22 +34,37 @@ RECALL = (
     "the oracle's attention that the chosen chunks hold, and that its own chunks do; the correlations of chunk scores "
     "with the oracle's. After `answer` the speculator was given the true answer, too."
 )
+FIRST_TOKENS = (
+    "Medians over rounds. Beside the measured speed-up stand what FLOPs alone would allow, look-ahead not counted, and "
+    "the ideal, one over the share that is read."
+)
 
 
 @dataclass
 class Results:
-    """The rows of a folder, by benchmark."""
+    """What a folder holds."""
 
     answers: dict[str, list[Row]] = field(default_factory=lambda: defaultdict(list))
+    """Rows of answers, by benchmark."""
     recalls: dict[str, list[Mapping[str, Any]]] = field(default_factory=lambda: defaultdict(list))
+    """Rows of recall, by benchmark."""
+    first_tokens: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What scripts/eval_ttft.py wrote, by the file's name without its ending."""
 
 
 def read(folder: Path) -> Results:
-    """The rows of a folder; ArgumentError where it has none."""
-    files = sorted(folder.glob("*.jsonl"))
-    if not files:
-        raise argument_error("results", str(folder), "a folder with files of rows (*.jsonl)")
+    """What a folder holds; ArgumentError where that is nothing to report, SpecPrefillError for a damaged file."""
     results = Results()
+    for file in sorted(folder.glob("*.json")):
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise SpecPrefillError(f"{file}: not JSON: {error}") from error
+        if isinstance(found, dict) and isinstance(found.get("ttft"), list):
+            results.first_tokens[file.stem] = found
+    files = sorted(folder.glob("*.jsonl"))
+    if not files and not results.first_tokens:
+        raise argument_error("results", str(folder), "a folder with files of rows (*.jsonl) or times (*.json)")
     for file in files:
         for row in read_rows(file):
             if row.get("kind") == recall.KIND:
@@ -102,7 +119,7 @@ def overview(rows: Sequence[Row], settings: Sequence[str], seed: int) -> Table:
 
 
 def figures(results: Results, seed: int) -> dict[str, str]:
-    """The figures as SVG, by name: scores of each benchmark, and recall."""
+    """The figures as SVG, by name: scores and recall of each benchmark, speed-ups."""
     found = {}
     for benchmark, rows in results.answers.items():
         found[benchmark] = score_svg(rows, f"{benchmark}: mean score over the share of tokens read", seed)
@@ -110,6 +127,8 @@ def figures(results: Results, seed: int) -> dict[str, str]:
         heading = f"{benchmark}: share of the oracle's chunks that are read"
         rows = [*_measured(recalls, lambda row: row["recall"]), *_by_chance(recalls)]
         found[f"{benchmark}_recall"] = score_svg(rows, heading, seed)
+    for name, times in results.first_tokens.items():
+        found[name] = speedup_svg(times["ttft"], times["main"])
     return found
 
 
@@ -121,6 +140,9 @@ def report(results: Results, seed: int) -> list[Block]:
         blocks += [*_answers(benchmark, rows, drawn[benchmark], seed), *_kinds(curves(rows))]
     for benchmark, recalls in results.recalls.items():
         blocks += _recalls(benchmark, recalls, drawn[f"{benchmark}_recall"], seed)
+    for name, times in results.first_tokens.items():
+        heading = Heading(2, f"{name}: times to first token, {times['main']} by {times['speculator']}")
+        blocks += [heading, Text(FIRST_TOKENS), _first_tokens(times["ttft"]), Figure(drawn[name])]
     return blocks
 
 
@@ -169,6 +191,17 @@ def _recalls(benchmark: str, recalls: Sequence[Mapping[str, Any]], figure: str, 
         blocks.append(Text(f"{unread} of {len(recalls)} rows could not be read."))
     blocks += [table("setting", list(columns), lines), Figure(figure)]
     return [*blocks, Heading(3, "Chunks by task"), table("task", settings, by_setting(rows, "task", seed))]
+
+
+def _first_tokens(rows: Sequence[Mapping[str, Any]]) -> Table:
+    lines = []
+    for row in rows:
+        gains = [row["speedup"], row["flop_ceiling"], row["ideal"]]
+        read = f"{row['kept'] / row['tokens']:.1%}"
+        known = [f"{row['prompts']} x {row['tokens']:,}", row["setting"], read, f"{row['seconds']['p50']:.3g} s"]
+        lines.append([*known, *("-" if gain is None else f"{gain:.2f}x" for gain in gains)])
+    head = ["prompts x tokens", "setting", "tokens read", "time", "speed-up", "FLOPs allow", "ideal"]
+    return Table(head, lines)
 
 
 def _measured(recalls: Sequence[Mapping[str, Any]], value: Callable[[Mapping[str, Any]], float | None]) -> list[Row]:

@@ -1,6 +1,7 @@
 """The report: kinds of prompts, recall, and the page that needs no other file."""
 
 import itertools
+import json
 from html.parser import HTMLParser
 
 import pytest
@@ -141,6 +142,26 @@ def test_read_tells_the_kinds_of_rows_apart(tmp_path):
     assert (dict(results.answers), dict(results.recalls)) == ({}, {"made": [{"kind": "recall", "benchmark": "made"}]})
     (tmp_path / "b.jsonl").write_text("{}{}\n{}\n")
     with pytest.raises(SpecPrefillError, match=r"b.jsonl, line 1"):
+        read(tmp_path)
+
+
+def test_times_to_first_token(tmp_path):
+    dense = {"prompts": 2, "tokens": 4096, "setting": "dense", "keep_rate": 1.0, "kept": 4096, "ideal": 1.0}
+    sparse = {**dense, "setting": "p1_full", "keep_rate": 0.1, "kept": 416, "ideal": 9.85, "flop_ceiling": 3.126}
+    rows = [
+        {**dense, "seconds": {"p50": 12.3456}, "speedup": 1.0, "flop_ceiling": None},
+        {**sparse, "seconds": {"p50": 4.5}, "speedup": 2.744},
+    ]
+    (tmp_path / "ttft.json").write_text(json.dumps({"main": "big", "speculator": "small", "ttft": rows}))
+    (tmp_path / "rows.about.json").write_text("{}")
+    results = read(tmp_path)
+    text = to_markdown(report(results, 0))
+    assert "## ttft: times to first token, big by small" in text
+    assert "| 2 x 4,096 | dense | 100.0% | 12.3 s | 1.00x | - | 1.00x |" in text
+    assert "| 2 x 4,096 | p1_full | 10.2% | 4.5 s | 2.74x | 3.13x | 9.85x |" in text
+    assert "2 x 4,096, p*_full: 2.74 at 0.1." in figures(results, 0)["ttft"]
+    (tmp_path / "ttft.json").write_text("{")
+    with pytest.raises(SpecPrefillError, match=r"ttft.json: not JSON"):
         read(tmp_path)
 
 
