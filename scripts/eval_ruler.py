@@ -10,38 +10,24 @@ scripts/report.py turns the results into tables.
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 
 from specprefill_jax.command_line import parse
 from specprefill_jax.errors import SpecPrefillError
+from specprefill_jax.evals.benchmarks import RULER_SAMPLES, RulerArgs
 from specprefill_jax.evals.command import RunArgs, execute
-from specprefill_jax.evals.ruler import TASKS, Sources, check_tasks, ruler_samples
-from specprefill_jax.evals.samples import Sample
-from specprefill_jax.pipeline import SpecPrefill
-
-SAMPLES = 500
-"""RULER's number of samples of a task and length."""
 
 
 @dataclass
-class Args(RunArgs):
+class Args(RulerArgs, RunArgs):
     """Run RULER."""
 
-    tasks: tuple[str, ...] = tuple(TASKS)
-    """Names of tasks."""
-    lengths: tuple[int, ...] = (4096, 8192, 16384, 32768, 65536, 131072)
-    """Most tokens of a prompt, answer included."""
-    limit: int | None = SAMPLES
+    limit: int | None = RULER_SAMPLES
     """Samples of each task and length."""
     seed: int = 42
-    essays_dir: Path | None = None
-    """A folder of .txt files to use as essays."""
-    data_dir: Path | None = None
-    """A folder with SQuAD and HotpotQA; RULER's english_words.json is used where it lies there."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,17 +35,7 @@ def main(argv: Sequence[str]) -> int:
     console = Console(stderr=True)
     try:
         args = parse(Args, argv, "eval_ruler.py")
-        sources = Sources(args.essays_dir, args.data_dir)
-        check_tasks(args.tasks, sources)
-        count = SAMPLES if args.limit is None else args.limit
-
-        def samples(model: SpecPrefill) -> tuple[Iterable[Sample], int]:
-            found = ruler_samples(
-                args.tasks, args.lengths, count, tokenizer=model.tokenizer, seed=args.seed, sources=sources
-            )
-            return found, count * len(args.tasks) * len(args.lengths)
-
-        counts, path = execute(args, "ruler", samples, {})
+        counts, path = execute(args, "ruler", args.ways, args.ruler(args.limit, args.seed), {})
     except SpecPrefillError as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         return 2

@@ -36,6 +36,10 @@ class Counts:
     """Of the rows added, those of prompts that could not be read."""
 
 
+Rows = Callable[[SpecPrefill, Sample, Sequence[Sequence[Setting]], int], Iterator[dict[str, Any]]]
+"""Yields one row for each setting of a sample, from groups of settings that share a speculation, and the seed."""
+
+
 def run(
     model: SpecPrefill,
     samples: Iterable[Sample],
@@ -46,6 +50,7 @@ def run(
     versions: Mapping[str, str] | None = None,
     total: int | None = None,
     progress: Callable[[str], None] | None = None,
+    rows: Rows | None = None,
 ) -> Counts:
     """Add a row to the results for every sample and setting that has none yet.
 
@@ -62,6 +67,7 @@ def run(
         versions: of the libraries, into each row.
         total: number of samples, for the time left; None where it is not known.
         progress: gets a line from time to time; None: standard error.
+        rows: what is found out of a sample; None: `answers`.
 
     Raises:
         SpecPrefillError: a row is there already that a later sample would write again (two samples of one name).
@@ -80,7 +86,7 @@ def run(
         report.passed(len(settings) - count)
         if not count:
             continue
-        for row in _rows(model, sample, [group for group in missing if group], seed):
+        for row in (rows or answers)(model, sample, [group for group in missing if group], seed):
             row["versions"] = dict(versions or {})
             results.add(row)
             done += 1
@@ -93,28 +99,18 @@ def _groups(settings: Sequence[Setting]) -> list[list[Setting]]:
     """The settings in order, those that share a speculation together, where the first of them is."""
     groups: dict[object, list[Setting]] = {}
     for setting in settings:
-        shared = setting.name if setting.config is None else replace(setting.config, keep_rate=1.0)
+        config = setting.config
+        shared = setting.name if config is None else (setting.method, replace(config, keep_rate=1.0))
         groups.setdefault(shared, []).append(setting)
     return list(groups.values())
 
 
-def _rows(
+def answers(
     model: SpecPrefill, sample: Sample, groups: Sequence[Sequence[Setting]], seed: int
 ) -> Iterator[dict[str, Any]]:
-    """One row for each setting; only the settings' own work is done when it is asked for."""
+    """Rows of answers and their scores; only the settings' own work is done when a row is asked for."""
     ids = prompt_ids(sample, model.tokenizer)
-    common = {
-        "benchmark": sample.benchmark,
-        "task": sample.task,
-        "category": sample.category,
-        "bucket": sample.bucket,
-        "length": sample.length,
-        "key": sample.key,
-        **sample.notes,
-        "seed": seed,
-        "prompt_sha256": hashlib.sha256(ids.astype("<i4").tobytes()).hexdigest(),
-        "num_tokens": len(ids),
-    }
+    common = common_fields(sample, ids, seed)
     for group in groups:
         started = time.perf_counter()
         try:
@@ -130,6 +126,22 @@ def _rows(
                 yield {**common, **_answered(model, ids, sample, setting, selection, seconds)}
             except SpecPrefillError as error:
                 yield {**common, **_unread(setting, error)}
+
+
+def common_fields(sample: Sample, ids: np.ndarray, seed: int) -> dict[str, Any]:
+    """What all rows of a sample, whose prompt is `ids` [M], have in common."""
+    return {
+        "benchmark": sample.benchmark,
+        "task": sample.task,
+        "category": sample.category,
+        "bucket": sample.bucket,
+        "length": sample.length,
+        "key": sample.key,
+        **sample.notes,
+        "seed": seed,
+        "prompt_sha256": hashlib.sha256(ids.astype("<i4").tobytes()).hexdigest(),
+        "num_tokens": len(ids),
+    }
 
 
 def _check_room(model: SpecPrefill, ids: np.ndarray, max_tokens: int, setting: Setting) -> None:
@@ -163,7 +175,7 @@ def _answered(
     text = output.text if model.tokenizer else " ".join(map(str, output.token_ids))
     what = output.selection  # not what was given, where reading that failed
     return {
-        **_named(setting),
+        **named(setting),
         "num_kept": what.num_kept,
         "kept": spans(what.kept_indices),
         "reason": str(what.reason),
@@ -179,10 +191,11 @@ def _answered(
 
 
 def _unread(setting: Setting, error: SpecPrefillError) -> dict[str, Any]:
-    return {**_named(setting), "output": None, "score": None, "skipped": str(error), "timings": {}}
+    return {**named(setting), "output": None, "score": None, "skipped": str(error), "timings": {}}
 
 
-def _named(setting: Setting) -> dict[str, Any]:
+def named(setting: Setting) -> dict[str, Any]:
+    """Which way of reading a row is of."""
     return {"setting": setting.name, "method": setting.method, "keep_rate": setting.keep_rate}
 
 

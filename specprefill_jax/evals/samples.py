@@ -61,7 +61,39 @@ def prompt_ids(sample: Sample, tokenizer: Tokenizer | None) -> np.ndarray:
         return np.asarray(sample.input, np.int32)
     if tokenizer is None:
         raise argument_error("input", sample.input, "token ids, as the main model has no tokenizer")
+    text, special = _prompt_text(sample.input, sample, tokenizer)
+    return np.asarray(tokenizer.encode(text, add_special_tokens=special), np.int32)
+
+
+def _prompt_text(text: str, sample: Sample, tokenizer: Tokenizer) -> tuple[str, bool]:
+    """The whole prompt of an input, and whether the tokenizer is to add its BOS."""
     if sample.chat:
-        head = tokenizer.render_chat([{"role": "user", "content": sample.input}])
-        return np.asarray(tokenizer.encode(head + sample.answer_prefix, add_special_tokens=False), np.int32)
-    return np.asarray(tokenizer.encode(sample.input + sample.answer_prefix), np.int32)
+        return tokenizer.render_chat([{"role": "user", "content": text}]) + sample.answer_prefix, False
+    return text + sample.answer_prefix, True
+
+
+def true_answer(sample: Sample) -> str:
+    """An answer that is right: the first reference, or all of them where the score wants all."""
+    first, every = sample.outputs[0], ", ".join(sample.outputs)
+    return first if sample.score(first) >= sample.score(every) else every
+
+
+def true_answer_ids(sample: Sample, tokenizer: Tokenizer | None) -> list[int]:
+    """The tokens of `true_answer` as they would follow the prompt, after a space where the prompt ends in a word.
+
+    Raises:
+        ArgumentError: no tokenizer.
+        TokenizerError: a chat, and no template.
+    """
+    if tokenizer is None:
+        raise argument_error("tokenizer", None, "the main model's, for answers are texts")
+    answer = true_answer(sample)
+    alone = tokenizer.encode(answer, add_special_tokens=False)
+    if not isinstance(sample.input, str):
+        return alone
+    text, special = _prompt_text(sample.input, sample, tokenizer)
+    gap = " " if answer and text and text[-1].isascii() and not text[-1].isspace() else ""
+    ids = tokenizer.encode(text, add_special_tokens=special)
+    whole = tokenizer.encode(text + gap + answer, add_special_tokens=special)
+    # Where the end of the prompt and the answer became one token, the prompt would not be the one that is read.
+    return whole[len(ids) :] if whole[: len(ids)] == ids else alone
