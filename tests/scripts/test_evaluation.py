@@ -1,15 +1,18 @@
-"""scripts/eval_longbench.py and scripts/report.py: from rows of a benchmark to tables."""
+"""scripts/eval_longbench.py, scripts/eval_ruler.py and scripts/report.py: from rows of a benchmark to tables."""
 
 import json
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import pytest
 from answering import Answering
+from ruler_files import write_essays, write_questions
 from script_modules import load_script
 from small_tokenizers import byte_level
 
 from specprefill_jax.evals import command
 from specprefill_jax.evals.results import read_rows
+from specprefill_jax.evals.ruler import TASKS, Sources, generate, prompting
 from specprefill_jax.evals.tables import Estimate, Row, against_dense, bootstrap, cell
 from specprefill_jax.tokens import Tokenizer
 
@@ -90,6 +93,88 @@ def test_longbench_to_report(model, files, tmp_path, capsys):
 def test_wrong_flags(model, files, flags, message, capsys):
     assert load_script("eval_longbench").main([*files, *flags]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.fixture
+def ruler(model, tmp_path) -> list[str]:
+    model.max_prompt_tokens = model.speculator.model.config.max_position_embeddings = 4000
+    write_essays(tmp_path / "essays")
+    write_questions(tmp_path / "data")
+    folders = {"essays-dir": "essays", "data-dir": "data", "out": "out"}
+    return [f"--{flag}={tmp_path / folder}" for flag, folder in folders.items()]
+
+
+def test_ruler_to_report(model, ruler, tmp_path, capsys):
+    script = load_script("eval_ruler")
+    flags = [*ruler, "--lengths", "3500", "3000", "--settings", "dense", "p3_full_lah8", "bm25_chunks_p3"]
+    assert script.main([*flags, "--limit", "1"]) == 0
+    assert "78 rows added to" in " ".join(capsys.readouterr().err.split())
+    assert script.main([*flags, "--limit", "2"]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "78 rows added to" in said
+    assert "78 were there, 0 could not be read" in said
+    rows = list(read_rows(tmp_path / "out" / "ruler.jsonl"))
+    assert [row["bucket"] for row in rows[:78]] == ["3000"] * 39 + ["3500"] * 39
+    assert {(row["task"], row["bucket"], row["setting"]) for row in rows} == {
+        (task, bucket, setting)
+        for task in TASKS
+        for bucket in ("3000", "3500")
+        for setting in ("dense", "p3_full_lah8", "bm25_chunks_p3")
+    }
+    assert {row["wording"] for row in rows} == {"own"}
+    assert all(row["num_tokens"] + TASKS[row["task"]].answer_tokens == row["length"] for row in rows)
+    assert all(row["length"] <= int(row["bucket"]) for row in rows)
+
+    sources = Sources(tmp_path / "essays", tmp_path / "data")
+    wanted = list(generate("qa_2", length=3500, samples=2, sources=sources, **prompting(model.tokenizer)._asdict()))[1]
+    tokens, sampling = model.asked[-1]
+    assert model.tokenizer.decode(tokens) == f"[user]{wanted.input}[assistant]{wanted.answer_prefix}"
+    assert (sampling.max_tokens, sampling.stop) == (32, ())
+
+    report = load_script("report")
+    assert report.main([str(tmp_path / "out")]) == 0
+    text = capsys.readouterr().out
+    assert "### By task and length: bm25_chunks_p3\n\n| task | 3000 | 3500 |" in text
+    for category in ("retrieval", "multi-hop tracing", "aggregation", "question answering"):
+        assert f"| {category} | " in text
+
+
+def test_ruler_scores_what_the_text_tells(model, ruler, tmp_path, monkeypatch):
+    """A model that repeats its prompt gets all the points that can be had."""
+    asked = Answering.generate
+
+    def parrot(self, ids, *given, **named):
+        return replace(asked(self, ids, *given, **named), text=self.tokenizer.decode(ids))
+
+    monkeypatch.setattr(Answering, "generate", parrot)
+    tasks = [task for task in TASKS if task != "qa_2"]  # whose answer is yes
+    flags = [*ruler, "--lengths", "3000", "--limit", "1", "--settings", "dense", "--tasks", *tasks]
+    assert load_script("eval_ruler").main(flags) == 0
+    assert [row["score"] for row in read_rows(tmp_path / "out" / "ruler.jsonl")] == [1.0] * 12
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tasks", "niah"], "tasks='niah' is not allowed"),
+        (["--lengths", "3000", "40"], "length=40 is not allowed: length must be at least"),
+        (["--limit", "0"], "limit=0 is not allowed"),
+        (["--tasks", "qa_2", "--limit", "7"], "samples=7 is not allowed: samples must be at most 6"),
+        (["--seed", "-1"], "seed=-1 is not allowed"),
+        (["--tasks", "qa_1", "--data-dir", "nowhere"], "nowhere"),
+    ],
+)
+def test_wrong_ruler_flags(model, ruler, flags, message, tmp_path, capsys):
+    """All are refused before a prompt is read."""
+    assert load_script("eval_ruler").main([*ruler, "--settings", "dense", *flags]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert model.answered == 0
+
+
+def test_ruler_wants_a_tokenizer(model, ruler, capsys):
+    model.tokenizer = None
+    assert load_script("eval_ruler").main([*ruler, "--tasks", "vt", "--lengths", "3000", "--limit", "1"]) == 2
+    assert "a model with a tokenizer" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_results_folder_of_another_run_is_refused(model, files, capsys):
