@@ -119,13 +119,13 @@ def _rows(
         started = time.perf_counter()
         try:
             _check_room(model, ids, sample.max_tokens, group[0])
-            selections = _selections(model, ids, sample, group, seed)
+            found = selections(model, ids, sample.question, group, seed)
         except SpecPrefillError as error:
             for setting in group:
                 yield {**common, **_unread(setting, error)}
             continue
         seconds = time.perf_counter() - started
-        for setting, selection in zip(group, selections, strict=True):
+        for setting, selection in zip(group, found, strict=True):
             try:
                 yield {**common, **_answered(model, ids, sample, setting, selection, seconds)}
             except SpecPrefillError as error:
@@ -143,16 +143,27 @@ def _check_room(model: SpecPrefill, ids: np.ndarray, max_tokens: int, setting: S
         raise SpecPrefillError(f"{len(ids)} tokens do not fit the speculator's context of {context}")
 
 
-def _selections(
-    model: SpecPrefill, ids: np.ndarray, sample: Sample, group: Sequence[Setting], seed: int
+def selections(
+    model: SpecPrefill, ids: np.ndarray, question: str, group: Sequence[Setting], seed: int
 ) -> list[Selection]:
-    """What is read in each setting of a group."""
+    """What is read of a prompt in each of several settings that differ in their keep rates alone.
+
+    Args:
+        model: the pair.
+        ids: int32 [M], the prompt.
+        question: see `Sample.question`.
+        group: the settings; one, or several with a `config`.
+        seed: of what is drawn.
+
+    Raises:
+        SpecPrefillError: the speculator failed.
+    """
     first = group[0]
     if first.config is not None:
         return model.select_rates(ids, [setting.keep_rate for setting in group], first.config)
     if first.method == "dense":
         return [Selection.whole(len(ids), Reason.DISABLED)]
-    return [choose(first.method, Request(ids, first.keep_rate, sample.question, model.tokenizer, seed))]
+    return [choose(first.method, Request(ids, first.keep_rate, question, model.tokenizer, seed))]
 
 
 def _answered(

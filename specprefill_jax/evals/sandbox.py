@@ -35,7 +35,7 @@ class Limits:
 
     cpu_seconds: int = 10
     """Of each process."""
-    wall_seconds: float = 30.0
+    wall_seconds: float = 60.0
     """Of the whole, the interpreter's start included."""
     memory_bytes: int = 1 << 30
     """Address space of each process."""
