@@ -65,10 +65,10 @@ def pair(tiny) -> SpecPrefill:
 def folder(tmp_path_factory, pair):
     """Task files and their data, of which some answers are what the model says."""
     folder = tmp_path_factory.mktemp("tasks")
-    rows = [{"question": f"{word} " * 30, "answer": "?"} for word in ("red", "green", "blue")]
+    rows = [{"question": f"{word} " * 8, "answer": "?"} for word in ("red", "green", "blue")]
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name, shots, more in (("letters", 2, ""), ("drawn", 0, ", temperature: 0.5"), ("beams", 0, ", num_beams: 2")):
+    for name, shots, more in (("letters", 1, ""), ("drawn", 0, ", temperature: 0.5"), ("beams", 0, ", num_beams: 2")):
         text = GENERATIVE.format(name=name, data=data, shots=shots, more=more)
         (folder / f"{name}.yaml").write_text(text)
     (folder / "choice.yaml").write_text(CHOICE.format(data=data))
@@ -126,7 +126,7 @@ def test_rows_agree_with_lm_evals_own_evaluation(pair, folder, script, tmp_path,
         prompts = [pair.tokenizer.encode(sample["arguments"][0][0]) for sample in samples]
         assert [row["num_tokens"] for row in mine] == list(map(len, prompts))
     first = rows[0]
-    assert (first["task"], first["key"], first["bucket"], first["subtask"]) == ("letters", "0", "2-shot", "letters")
+    assert (first["task"], first["key"], first["bucket"], first["subtask"]) == ("letters", "0", "1-shot", "letters")
     assert first["kept"] == [[0, first["num_tokens"]]]
     assert rows[1]["num_kept"] < first["num_tokens"] / 2
 

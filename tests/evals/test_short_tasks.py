@@ -31,7 +31,7 @@ CHAT = Tokenizer(byte_level(), chat_templates={"default": TEMPLATE})
 
 
 def test_the_papers_tasks():
-    """Named and asked as arXiv 2502.02789 did: MMLU without a template and four tokens, 8 examples of GSM8K and GPQA."""
+    """Named and asked as arXiv 2502.02789 did: MMLU without a template, 8 examples of GSM8K and GPQA."""
     assert {name: (recipe.chat, recipe.num_fewshot, recipe.max_tokens) for name, recipe in RECIPES.items()} == {
         "mmlu_generative": (False, 0, 4),
         "arc_challenge_llama": (True, 0, None),
