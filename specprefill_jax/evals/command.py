@@ -18,7 +18,7 @@ from specprefill_jax.pipeline import SpecPrefill
 
 Method = Literal["dense", "specprefill", "product", "random", "head_tail", "bm25_chunks", "bm25_sentences"]
 
-LIBRARIES = ("rouge", "jieba", "fuzzywuzzy")
+LIBRARIES = ("rouge", "jieba", "fuzzywuzzy", "lm-eval", "datasets")
 """Packages that scores depend on; their versions go into every row, where they are installed."""
 
 

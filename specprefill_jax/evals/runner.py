@@ -18,7 +18,7 @@ from specprefill_jax.config import SamplingParams, SpecPrefillConfig
 from specprefill_jax.errors import SpecPrefillError
 from specprefill_jax.evals.baselines import Request, choose
 from specprefill_jax.evals.results import ResultFile
-from specprefill_jax.evals.samples import Sample, prompt_ids
+from specprefill_jax.evals.samples import Graded, Sample, prompt_ids
 from specprefill_jax.evals.settings import Setting
 from specprefill_jax.pipeline import SpecPrefill
 from specprefill_jax.selection import Reason, Selection
@@ -115,13 +115,13 @@ def answers(
         started = time.perf_counter()
         try:
             _check_room(model, ids, sample.max_tokens, group[0])
-            selections = _selections(model, ids, sample, group, seed)
+            found = selections(model, ids, sample.question, group, seed)
         except SpecPrefillError as error:
             for setting in group:
                 yield {**common, **_unread(setting, error)}
             continue
         seconds = time.perf_counter() - started
-        for setting, selection in zip(group, selections, strict=True):
+        for setting, selection in zip(group, found, strict=True):
             try:
                 yield {**common, **_answered(model, ids, sample, setting, selection, seconds)}
             except SpecPrefillError as error:
@@ -155,16 +155,27 @@ def _check_room(model: SpecPrefill, ids: np.ndarray, max_tokens: int, setting: S
         raise SpecPrefillError(f"{len(ids)} tokens do not fit the speculator's context of {context}")
 
 
-def _selections(
-    model: SpecPrefill, ids: np.ndarray, sample: Sample, group: Sequence[Setting], seed: int
+def selections(
+    model: SpecPrefill, ids: np.ndarray, question: str, group: Sequence[Setting], seed: int
 ) -> list[Selection]:
-    """What is read in each setting of a group."""
+    """What is read of a prompt in each of several settings that differ in their keep rates alone.
+
+    Args:
+        model: the pair.
+        ids: int32 [M], the prompt.
+        question: see `Sample.question`.
+        group: the settings; one, or several with a `config`.
+        seed: of what is drawn.
+
+    Raises:
+        SpecPrefillError: the speculator failed.
+    """
     first = group[0]
     if first.config is not None:
         return model.select_rates(ids, [setting.keep_rate for setting in group], first.config)
     if first.method == "dense":
         return [Selection.whole(len(ids), Reason.DISABLED)]
-    return [choose(first.method, Request(ids, first.keep_rate, sample.question, model.tokenizer, seed))]
+    return [choose(first.method, Request(ids, first.keep_rate, question, model.tokenizer, seed))]
 
 
 def _answered(
@@ -173,6 +184,8 @@ def _answered(
     sampling = SamplingParams(max_tokens=sample.max_tokens, stop=sample.stop if model.tokenizer else ())
     output = model.generate(ids, sampling, setting.config or SpecPrefillConfig(), selection=selection)
     text = output.text if model.tokenizer else " ".join(map(str, output.token_ids))
+    graded = sample.score(text)
+    score, notes = graded if isinstance(graded, Graded) else (graded, {})
     what = output.selection  # not what was given, where reading that failed
     return {
         **named(setting),
@@ -183,7 +196,8 @@ def _answered(
         "output": text,
         "num_generated": len(output.token_ids),
         "finish_reason": output.finish_reason,
-        "score": float(sample.score(text)),
+        "score": float(score),
+        **notes,
         "skipped": None,
         # The choice is made once for all keep rates of a group.
         "timings": {"choose": seconds, **output.timings.as_dict()},

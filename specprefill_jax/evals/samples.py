@@ -2,12 +2,20 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specprefill_jax.errors import argument_error
 from specprefill_jax.tokens import Tokenizer
+
+
+class Graded(NamedTuple):
+    """A score, 0 to 1, and what else is known of how an answer was scored."""
+
+    score: float
+    notes: Mapping[str, Any]
+    """Further fields of the row; JSON-ready, and the same for the same answer."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +31,7 @@ class Sample:
     """The prompt without a chat template, or the token ids of the whole prompt as they are to be read."""
     outputs: tuple[str, ...]
     """References."""
-    score: Callable[[str], float]
+    score: Callable[[str], float | Graded]
     """What an answer is worth, 0 to 1."""
     max_tokens: int
     """Most tokens of an answer."""
