@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
             "python": platform.python_version(),
             **{f"{name}_sha256": hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()},
         }
-        counts, path = execute(args, "code", samples, about)
+        counts, path = execute(args, "code", args.ways, samples, about)
     except SpecPrefillError as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         return 2

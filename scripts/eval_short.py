@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
             )
             return lm_eval_samples(asked, model.tokenizer), sum(len(one.task.instances) for one in asked)
 
-        counts, path = execute(args, "short", samples, given)
+        counts, path = execute(args, "short", args.ways, samples, given)
     except SpecPrefillError as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         return 2

@@ -18,7 +18,7 @@ from specprefill_jax.config import SamplingParams, SpecPrefillConfig
 from specprefill_jax.errors import SpecPrefillError
 from specprefill_jax.evals.baselines import Request, choose
 from specprefill_jax.evals.results import ResultFile
-from specprefill_jax.evals.samples import Graded, Sample, prompt_ids
+from specprefill_jax.evals.samples import Sample, prompt_ids
 from specprefill_jax.evals.settings import Setting
 from specprefill_jax.pipeline import SpecPrefill
 from specprefill_jax.selection import Reason, Selection
@@ -184,8 +184,7 @@ def _answered(
     sampling = SamplingParams(max_tokens=sample.max_tokens, stop=sample.stop if model.tokenizer else ())
     output = model.generate(ids, sampling, setting.config or SpecPrefillConfig(), selection=selection)
     text = output.text if model.tokenizer else " ".join(map(str, output.token_ids))
-    graded = sample.score(text)
-    score, notes = graded if isinstance(graded, Graded) else (graded, {})
+    score, notes = sample.grade(text)
     what = output.selection  # not what was given, where reading that failed
     return {
         **named(setting),
@@ -196,7 +195,7 @@ def _answered(
         "output": text,
         "num_generated": len(output.token_ids),
         "finish_reason": output.finish_reason,
-        "score": float(score),
+        "score": score,
         **notes,
         "skipped": None,
         # The choice is made once for all keep rates of a group.

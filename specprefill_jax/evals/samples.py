@@ -57,6 +57,11 @@ class Sample:
         """Benchmark, task, bucket and key: no other sample of a results folder has the same."""
         return "/".join((self.benchmark, self.task, self.bucket, self.key))
 
+    def grade(self, answer: str) -> Graded:
+        """What an answer is worth, with whatever `score` said beside."""
+        found = self.score(answer)
+        return found if isinstance(found, Graded) else Graded(float(found), {})
+
 
 def prompt_ids(sample: Sample, tokenizer: Tokenizer | None) -> np.ndarray:
     """The token ids of a sample's whole prompt, int32 [M].
@@ -83,7 +88,7 @@ def _prompt_text(text: str, sample: Sample, tokenizer: Tokenizer) -> tuple[str, 
 def true_answer(sample: Sample) -> str:
     """An answer that is right: the first reference, or all of them where the score wants all."""
     first, every = sample.outputs[0], ", ".join(sample.outputs)
-    return first if sample.score(first) >= sample.score(every) else every
+    return first if sample.grade(first).score >= sample.grade(every).score else every
 
 
 def true_answer_ids(sample: Sample, tokenizer: Tokenizer | None) -> list[int]:
