@@ -2,6 +2,7 @@
 
 `plan` decides on the host, before the speculator runs, whether a prompt is read in part at all and how many chunks are
 kept, so every later shape is known. The chunk top-k kernel picks the chunks on the device, with no word to the host.
+Under keep rate "auto" the plan is of the most that may be kept, and `Selection.adapt` asks the scores for the number.
 `Selection` is what a caller sees: it fetches from the device when it is first asked.
 """
 
@@ -16,6 +17,7 @@ from typing import Any, Self, cast
 import jax
 import numpy as np
 
+from specprefill_jax.adaptive import chunk_masses, chunks_for_share, normalised_entropy
 from specprefill_jax.config import SpecPrefillConfig, check_flag, check_integer, check_real, check_spans
 from specprefill_jax.errors import SpecPrefillError, argument_error
 from specprefill_jax.kernels.chunk_topk import Choice
@@ -38,6 +40,9 @@ class Reason(StrEnum):
     """The first chunk, the tail and the forced spans alone reach the budget: nothing would be left to rank."""
     LOW_PREDICTED_GAIN = "low_predicted_gain"
     """The cost model predicts a speed-up below `min_predicted_gain`."""
+    INFORMATION_DENSE = "information_dense"
+    """With keep rate "auto": the scores are so even that no part of the prompt can be left out; known only after the
+    speculator has read it."""
     SPECULATOR_FAILED = "speculator_failed"
     """The speculator or the scoring failed; `Selection.detail` says how."""
 
@@ -72,12 +77,27 @@ class Plan:
     """Kept tokens exactly, or None where it depends on whether a short last chunk is kept (paper mode only)."""
     predicted_gain: float | None = None
     """Predicted speed-up of the first token, where it was asked for."""
+    least_chunks: int | None = None
+    """Fewest chunks that the scores may ask for, while `kept_chunks` is the most; None where the number is fixed."""
 
     def forced_mask(self, size: int | None = None) -> np.ndarray:
         """The forced chunks as bool [size] (default: num_chunks), False in the padding."""
         mask = np.zeros(self.num_chunks if size is None else size, np.bool_)
         mask[list(self.forced_chunks)] = True
         return mask
+
+    def keep(self, chunks: int) -> "Plan":
+        """This plan, but with exactly so many chunks kept, at least one more than are forced."""
+        size, last = self.chunk_size, self.num_tokens - (self.num_chunks - 1) * self.chunk_size
+        exact: int | None = None
+        if chunks == self.num_chunks:
+            exact = self.num_tokens
+        elif self.num_chunks - 1 in self.forced_chunks:
+            exact = (chunks - 1) * size + last
+        elif last == size:
+            exact = chunks * size
+        most = chunks * size if exact is None else exact
+        return replace(self, kept_chunks=chunks, max_kept_tokens=most, num_kept_tokens=exact, least_chunks=None)
 
     def read_whole(self, reason: Reason) -> "Plan":
         """This plan, but with the whole prompt read for `reason`."""
@@ -88,6 +108,7 @@ class Plan:
             kept_chunks=self.num_chunks,
             max_kept_tokens=self.num_tokens,
             num_kept_tokens=self.num_tokens,
+            least_chunks=None,
         )
 
 
@@ -109,7 +130,8 @@ def plan(
         generation_tail: tokens of the chat template's generation header at the prompt's end; kept like `tail_tokens`.
         needs_prompt_logprobs: whether log-probabilities of the prompt are wanted. Product mode only.
         predicted_gain: the cost model's speed-up of the first token, or a function that gives it for a number of kept
-            tokens (called only if nothing else decides first). None leaves that gate open.
+            tokens (called only if nothing else decides first). None leaves that gate open. Under keep rate "auto" it is
+            that of the most tokens that may be kept.
 
     Raises:
         ArgumentError: an empty prompt, a span that is empty or ends past the prompt, or something forced in paper mode.
@@ -128,7 +150,7 @@ def plan(
 
     size = config.chunk_size
     chunks = num_chunks(tokens, size)
-    kept = budget(chunks, config.keep_rate)
+    kept = budget(chunks, config.max_keep_rate if config.keep_rate == "auto" else config.keep_rate)
     forced = np.zeros(chunks, np.bool_)
     if product:
         forced[0] = True
@@ -136,25 +158,10 @@ def plan(
         for start, end in spans:
             forced[start // size : (end - 1) // size + 1] = True
 
-    last = tokens - (chunks - 1) * size
-    exact: int | None = None
-    if kept == chunks:
-        exact = tokens
-    elif forced[-1]:
-        exact = (kept - 1) * size + last
-    elif last == size:
-        exact = kept * size
-    sparse = Plan(
-        engaged=True,
-        reason=Reason.ENGAGED,
-        num_tokens=tokens,
-        chunk_size=size,
-        num_chunks=chunks,
-        kept_chunks=kept,
-        forced_chunks=tuple(np.flatnonzero(forced).tolist()),
-        max_kept_tokens=kept * size if exact is None else exact,
-        num_kept_tokens=exact,
-    )
+    always = tuple(np.flatnonzero(forced).tolist())
+    sparse = Plan(True, Reason.ENGAGED, tokens, size, chunks, chunks, always, tokens, tokens).keep(kept)
+    if config.keep_rate == "auto":
+        sparse = replace(sparse, least_chunks=min(max(budget(chunks, config.min_keep_rate), len(always) + 1), kept))
     if not config.enabled:
         return sparse.read_whole(Reason.DISABLED)
     if not product:
@@ -277,6 +284,55 @@ class Selection:
             importance=self._host[2],
             num_queries=self._host[3],
             look_ahead_tokens=self._host[4],
+            prompt=self.prompt,
+        )
+
+    def adapt(
+        self,
+        config: SpecPrefillConfig,
+        *,
+        predicted_gain: Callable[[int], float] | None = None,
+        whole_fits: bool = True,
+    ) -> Self:
+        """As many chunks as the scores ask for, under a plan of keep rate "auto"; this one under any other plan.
+
+        Waits for the scores, since what the main model reads depends on them. The forced chunks are kept and, in the
+        order of the scores, as many others as hold `config.importance_share` of the others' importance, within the
+        plan's bounds. Scores more even than `config.max_entropy` have the prompt read whole, as `information_dense`.
+
+        Args:
+            config: the settings that the plan was made with.
+            predicted_gain: as of `plan`: told anew for what is kept.
+            whole_fits: whether the prompt may be read whole.
+
+        Raises:
+            SpecPrefillError: the scores are not finite.
+        """
+        planned = self.plan
+        if planned.least_chunks is None:
+            return self
+        if self.chunk_scores is None:
+            raise argument_error("selection", self, "one that a speculator scored")
+        ranked = ~planned.forced_mask()
+        masses = chunk_masses(self.chunk_scores, self.num_tokens, self.chunk_size)[ranked]
+        entropy = normalised_entropy(masses)
+        if whole_fits and entropy > config.max_entropy:
+            adapted = planned.read_whole(Reason.INFORMATION_DENSE)
+        else:
+            order = np.argsort(-self.chunk_scores[ranked], kind="stable")
+            asked = len(planned.forced_chunks) + chunks_for_share(masses[order], config.importance_share)
+            adapted = planned.keep(min(max(asked, planned.least_chunks), planned.kept_chunks))
+        if predicted_gain is not None:
+            adapted = replace(adapted, predicted_gain=predicted_gain(adapted.max_kept_tokens))
+        if adapted.engaged:
+            return self.replan(adapted)
+        return type(self)(
+            adapted,
+            chunk_scores=self._host[1],
+            importance=self._host[2],
+            num_queries=self._host[3],
+            look_ahead_tokens=self._host[4],
+            detail=f"entropy of the scores {entropy:.3f}, above {config.max_entropy:g}",
             prompt=self.prompt,
         )
 

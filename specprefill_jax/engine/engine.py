@@ -117,6 +117,7 @@ class Engine:
             self._runner,
             self._scheduler,
             self._plan,
+            lambda selection, config, whole_fits: pair.adapt(selection, config, whole_fits=whole_fits),
             memoised_selections=config.memoised_selections,
             begun=self._begun,
             ended=self._ended,
@@ -335,7 +336,7 @@ class Engine:
         if not sampling.ignore_eos:
             stops.update(self._pair.main.config.eos_token_ids)
         work = Work(
-            replace(request, config=replace(config, eos_token_ids=ends)),
+            replace(request, config=replace(config, look_ahead=look_ahead, eos_token_ids=ends)),
             on_event,
             planned,
             sequence,

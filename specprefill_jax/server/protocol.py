@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from specprefill_jax.config import MAX_LOGPROBS, MAX_STOP_STRINGS
+from specprefill_jax.config import MAX_LOGPROBS, MAX_STOP_STRINGS, KeepRate
 from specprefill_jax.server.errors import ApiError, invalid
 
 MAX_CHOICES = 128
@@ -73,6 +73,17 @@ def _check_content(value: object) -> str:
     return "\n".join(texts)
 
 
+def _check_keep_rate(value: object) -> KeepRate:
+    if value == "auto" or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return "auto" if value == "auto" else value
+    raise ValueError('a number or "auto" is needed')
+
+
+KeepRateField = Annotated[
+    KeepRate,
+    PlainValidator(_check_keep_rate),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"const": "auto"}]}),
+]
 Ids = Annotated[list[int], PlainValidator(_check_ids), WithJsonSchema({"type": "array", "items": _TOKEN_SCHEMA})]
 StopIds = Annotated[
     tuple[int, ...],
@@ -147,7 +158,7 @@ class SpecPrefillOptions(Body):
     model_config = ConfigDict(json_schema_extra={"additionalProperties": False})
 
     enabled: bool | None = None
-    keep_rate: float | None = None
+    keep_rate: KeepRateField | None = None
     look_ahead: int | None = None
     pool_width: int | None = None
     chunk_size: int | None = None
@@ -155,6 +166,10 @@ class SpecPrefillOptions(Body):
     tail_tokens: int | None = None
     min_prompt_tokens: int | None = None
     min_predicted_gain: float | None = None
+    importance_share: float | None = None
+    min_keep_rate: float | None = None
+    max_keep_rate: float | None = None
+    max_entropy: float | None = None
     map: bool = False
     """Whether the answer says which chunks were kept."""
 
