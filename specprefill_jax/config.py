@@ -144,7 +144,7 @@ class SpecPrefillConfig:
     enabled: bool = True
     """False reads every prompt whole, in either mode."""
 
-    importance_share: float = 0.5
+    importance_share: float = 0.4
     """With keep_rate "auto": chunks are kept in the order of their scores until they hold this share of the importance
     of all that are not kept anyway, above 0 and up to 1."""
 
@@ -154,7 +154,7 @@ class SpecPrefillConfig:
     max_keep_rate: float = 0.5
     """With keep_rate "auto": at most this share of the chunks is kept; the predicted gain is that of so many."""
 
-    max_entropy: float = 0.95
+    max_entropy: float = 0.97
     """With keep_rate "auto": a prompt whose importance is spread more evenly than this is read whole, as
     "information_dense". The entropy of the importance over the chunks that are not kept anyway, 1 being that of equal
     chunks; from 0 to 1, and 1 reads none whole."""

@@ -303,7 +303,7 @@ class Selection:
         Args:
             config: the settings that the plan was made with.
             predicted_gain: as of `plan`: told anew for what is kept.
-            whole_fits: whether the prompt may be read whole.
+            whole_fits: whether the prompt may be read whole; if not, as much is as the plan allows.
 
         Raises:
             SpecPrefillError: the scores are not finite.
@@ -316,8 +316,9 @@ class Selection:
         ranked = ~planned.forced_mask()
         masses = chunk_masses(self.chunk_scores, self.num_tokens, self.chunk_size)[ranked]
         entropy = normalised_entropy(masses)
-        if whole_fits and entropy > config.max_entropy:
-            adapted = planned.read_whole(Reason.INFORMATION_DENSE)
+        if entropy > config.max_entropy:
+            most = planned.keep(planned.kept_chunks)
+            adapted = planned.read_whole(Reason.INFORMATION_DENSE) if whole_fits else most
         else:
             order = np.argsort(-self.chunk_scores[ranked], kind="stable")
             asked = len(planned.forced_chunks) + chunks_for_share(masses[order], config.importance_share)

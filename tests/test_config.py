@@ -91,7 +91,7 @@ def test_defaults():
     assert dataclasses.asdict(SpecPrefillConfig()) == {
         "keep_rate": 0.3, "look_ahead": None, "pool_width": 13, "chunk_size": 32, "eos_token_ids": None,
         "mode": "product", "tail_tokens": 64, "forced_spans": (), "min_prompt_tokens": 512, "min_predicted_gain": 1.1,
-        "enabled": True, "importance_share": 0.5, "min_keep_rate": 0.05, "max_keep_rate": 0.5, "max_entropy": 0.95,
+        "enabled": True, "importance_share": 0.4, "min_keep_rate": 0.05, "max_keep_rate": 0.5, "max_entropy": 0.97,
     }  # fmt: skip
     assert dataclasses.asdict(SamplingParams()) == {
         "max_tokens": 128, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,

@@ -1,5 +1,6 @@
 """The bodies of requests. Unknown fields are ignored, null is the same as absent, types are strict."""
 
+import contextlib
 import reprlib
 from typing import Annotated, Any, Literal, Self
 
@@ -74,8 +75,11 @@ def _check_content(value: object) -> str:
 
 
 def _check_keep_rate(value: object) -> KeepRate:
-    if value == "auto" or (isinstance(value, int | float) and not isinstance(value, bool)):
-        return "auto" if value == "auto" else value
+    if value == "auto":
+        return "auto"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):
+            return float(value)
     raise ValueError('a number or "auto" is needed')
 
 

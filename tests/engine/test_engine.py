@@ -365,6 +365,26 @@ def test_the_same_prompt_is_not_speculated_twice(bench, monkeypatch):
     bench.check(other)
 
 
+def test_each_prompt_keeps_what_its_scores_ask_for(bench, monkeypatch):
+    """Keep rate "auto": more of one prompt than of another, whole where all parts matter alike, and remembered."""
+    adaptive = replace(SPARSE, keep_rate="auto", max_entropy=1.0, max_keep_rate=0.9)
+    dense = replace(adaptive, max_entropy=0.0)
+    shares = [replace(adaptive, importance_share=share) for share in (0.05, 0.5, 0.8)]
+    listeners = bench.ask(*(bench.request(prompt_of(300), greedy(4), config) for config in (*shares, dense, dense)))
+    for listener in listeners:
+        bench.check(listener)
+    kept = [listener.finished.selection.num_kept for listener in listeners]
+    assert kept[0] < kept[1] < kept[2] < kept[3] == kept[4] == 300
+    reasons = [listener.finished.selection.reason for listener in listeners]
+    assert reasons == [*[Reason.ENGAGED] * 3, *[Reason.INFORMATION_DENSE] * 2]
+    assert [listener.finished.timings.tokens.get("speculate") for listener in listeners] == [300] * 5
+    # Where the cache could not hold it whole, as much is read as may be.
+    bench.forget()
+    monkeypatch.setattr(bench.runner, "num_pages", 10)
+    [part] = bench.ask(bench.request(prompt_of(300, 1), greedy(4), replace(dense, max_keep_rate=0.7)))
+    assert (part.finished.selection.reason, part.finished.selection.kept_chunks) == (Reason.ENGAGED, 7)
+
+
 @pytest.mark.parametrize("what", ["cancelled", "failed"])
 def test_followers_of_a_selection_outlive_its_leader(bench, monkeypatch, what):
     prompt = prompt_of(300, 8 + (what == "failed"))
