@@ -149,7 +149,7 @@ class SpecPrefillConfig:
     of all that are not kept anyway, above 0 and up to 1."""
 
     min_keep_rate: float = 0.05
-    """With keep_rate "auto": at least this share of the chunks is kept, forced ones included."""
+    """With keep_rate "auto" or a `ttft_budget_ms`: at least this share of the chunks is kept, forced ones included."""
 
     max_keep_rate: float = 0.5
     """With keep_rate "auto": at most this share of the chunks is kept; the predicted gain is that of so many."""
@@ -158,6 +158,11 @@ class SpecPrefillConfig:
     """With keep_rate "auto": a prompt whose importance is spread more evenly than this is read whole, as
     "information_dense". The entropy of the importance over the chunks that are not kept anyway, 1 being that of equal
     chunks; from 0 to 1, and 1 reads none whole."""
+
+    ttft_budget_ms: float | None = None
+    """Milliseconds until the first token, at most, by the cost model and this machine's measured rates: speculating,
+    scoring and the main prefill of a prompt that waits for nobody and finds nothing in a cache. As many chunks are
+    dropped as it takes, at any keep rate, but no more than `min_keep_rate` allows; None: no limit."""
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -195,6 +200,9 @@ class SpecPrefillConfig:
         if self.min_keep_rate > self.max_keep_rate:
             raise argument_error("min_keep_rate", self.min_keep_rate, f"at most max_keep_rate, {self.max_keep_rate}")
         put("max_entropy", check_real("max_entropy", self.max_entropy, "a number from 0 to 1", lambda x: 0 <= x <= 1))
+        if self.ttft_budget_ms is not None:
+            allowed = "None, or a finite number above 0"
+            put("ttft_budget_ms", check_real("ttft_budget_ms", self.ttft_budget_ms, allowed, lambda x: x > 0))
 
     @classmethod
     def paper(

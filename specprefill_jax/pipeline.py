@@ -21,6 +21,7 @@ from specprefill_jax.kernels.backend import choose_backend
 from specprefill_jax.loading import load_pair
 from specprefill_jax.models.loaded import LoadedLlama, Step
 from specprefill_jax.output import Output, Piece
+from specprefill_jax.predictor import Predictor
 from specprefill_jax.prefill import DEFAULT_CHUNK, bucket, padded, pieces, prefill
 from specprefill_jax.prompt import PROMPT_KINDS, Prompt, check_ids, padded_ids
 from specprefill_jax.sampling import sampling_arrays, seen_tokens
@@ -59,9 +60,9 @@ class SpecPrefill:
         self.tokenizer = tokenizer
         self.prefill_chunk = prefill_chunk
         self.default_look_ahead = default_look_ahead
-        self.machine = machine or costs.default_machine(jax.default_backend())
         self.kernels = choose_backend(kernels, speculator.mesh)
         self.speculator = Speculator(speculator, prefill_chunk)
+        self.predictor = Predictor(main, speculator, machine, prefill_chunk)
         self._decoder = Decoder(main)
         self._speculative = SpeculativeDecoder(self._decoder, self.speculator)
 
@@ -428,9 +429,10 @@ class SpecPrefill:
 
     def _plan(self, ids: np.ndarray, spans: Spans, config: SpecPrefillConfig) -> Plan:
         look_ahead = config.look_ahead or self.default_look_ahead
-        gain = partial(self.predicted_gain, len(ids), look_ahead)
+        gain = partial(self.predictor.gain, len(ids), look_ahead)
+        prediction = partial(self.predictor.phases, len(ids), look_ahead)
         forced = spans if config.mode == "product" else ()
-        return plan(len(ids), config, forced_spans=forced, predicted_gain=gain)
+        return plan(len(ids), config, forced_spans=forced, predicted_gain=gain, prediction=prediction)
 
     def _score(
         self,
@@ -494,8 +496,9 @@ class SpecPrefill:
     def adapt(self, selection: Selection, config: SpecPrefillConfig, *, whole_fits: bool = True) -> Selection:
         """What the scores of a selection ask for under keep rate "auto" (`Selection.adapt`); others as they are."""
         look_ahead = config.look_ahead or self.default_look_ahead
-        gain = partial(self.predicted_gain, selection.num_tokens, look_ahead)
-        return selection.adapt(config, predicted_gain=gain, whole_fits=whole_fits)
+        gain = partial(self.predictor.gain, selection.num_tokens, look_ahead)
+        prediction = partial(self.predictor.phases, selection.num_tokens, look_ahead)
+        return selection.adapt(config, predicted_gain=gain, prediction=prediction, whole_fits=whole_fits)
 
     def _main_prefill(self, ids: np.ndarray, selection: Selection, max_tokens: int) -> tuple[Step, jax.Array]:
         """The main model's pass over the kept tokens, and how many they are [1]; enqueued, not waited for."""
@@ -533,28 +536,6 @@ class SpecPrefill:
     def _failed(self, ids: np.ndarray, config: SpecPrefillConfig, error: Exception) -> Selection:
         detail = f"{type(error).__name__}: {error}"
         return Selection.whole(len(ids), Reason.SPECULATOR_FAILED, chunk_size=config.chunk_size, detail=detail)
-
-    def predicted_gain(self, num_tokens: int, look_ahead: int, kept_tokens: int, cached_tokens: int = 0) -> float:
-        """Predicted speed-up of the first token; of the prompt, so many tokens need not be read by a dense prefill."""
-        main, draft = self.main, self.speculator.model
-
-        def predict(tokens: int, kept: int) -> costs.Prediction:
-            return costs.predict(
-                main.config,
-                draft.config,
-                tokens,
-                kept,
-                look_ahead,
-                self.machine,
-                main_fp8_layers=main.native_float8_layers,
-                main_bytes=main.dtype.itemsize,
-                speculator_bytes=draft.dtype.itemsize,
-            )
-
-        whole = predict(num_tokens, kept_tokens)
-        if not cached_tokens:
-            return whole.gain
-        return max(whole.dense - predict(cached_tokens, cached_tokens).dense, 1e-9) / whole.total
 
     def look_ahead_ends(self, config: SpecPrefillConfig) -> tuple[int, ...]:
         """Ids that end the look-ahead. They say nothing of where the answer ends: that is the main model's own."""

@@ -261,7 +261,7 @@ def test_a_pair_keeps_what_its_scores_ask_for(tiny, reference, share):
     assert forced == {0, 15, 16}
     kept = slow_kept(selection.chunk_scores, 130, 8, forced, share, 4, 9)
     assert np.flatnonzero(selection.kept_chunk_mask).tolist() == kept
-    assert selection.plan.predicted_gain == tiny.predicted_gain(130, 8, selection.num_kept)
+    assert selection.plan.predicted_gain == tiny.predictor.gain(130, 8, selection.num_kept)
     output = tiny.generate(ids, GREEDY, config)
     assert output.selection.to_dict() == selection.to_dict()
     assert output.timings.tokens["main_prefill"] == selection.num_kept
@@ -274,7 +274,7 @@ def test_a_dense_prompt_is_read_whole_by_a_pair(tiny, reference):
     assert (output.selection.engaged, output.selection.reason) == (False, "information_dense")
     assert (output.selection.num_kept, output.selection.num_queries) == (130, 8)
     assert output.timings.tokens["speculate"] == output.timings.tokens["main_prefill"] == 130
-    assert output.selection.plan.predicted_gain == tiny.predicted_gain(130, 8, 130) < 1
+    assert output.selection.plan.predicted_gain == tiny.predictor.gain(130, 8, 130) < 1
     assert_greedy(output.token_ids, reference.logits_of(ids, range(130), output.token_ids))
 
 

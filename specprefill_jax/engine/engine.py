@@ -167,6 +167,7 @@ class Engine:
             speculator_layers=speculator_layers,
             kernels=kernels,
         )
+        _ = pair.predictor.rates  # measured before anything runs beside it, for the requests with a `ttft_budget_ms`
         report("load", 1, 1)
         root = os.fspath(main)
         name = model_name or os.path.basename(root.rstrip("/")) or root
@@ -350,7 +351,7 @@ class Engine:
 
     def _plan(self, request: Request, tokens: int, look_ahead: int, cached: int) -> Plan:
         def gain(kept: int) -> float:
-            return self._pair.predicted_gain(tokens, look_ahead, kept, cached)
+            return self._pair.predictor.gain(tokens, look_ahead, kept, cached)
 
         return plan(
             tokens,
@@ -358,6 +359,7 @@ class Engine:
             generation_tail=request.generation_tail,
             needs_prompt_logprobs=request.prompt_logprobs is not None,
             predicted_gain=gain,
+            prediction=partial(self._pair.predictor.phases, tokens, look_ahead),
         )
 
     def _check_room(self, kept: int, limit: int) -> None:

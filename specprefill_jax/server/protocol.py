@@ -174,6 +174,7 @@ class SpecPrefillOptions(Body):
     min_keep_rate: float | None = None
     max_keep_rate: float | None = None
     max_entropy: float | None = None
+    ttft_budget_ms: float | None = None
     map: bool = False
     """Whether the answer says which chunks were kept."""
 

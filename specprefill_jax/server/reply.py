@@ -58,6 +58,8 @@ def what_was_read(end: Finished, requested: KeepRate, with_map: bool) -> dict[st
         "kept_tokens": selection.num_kept,
         "cached_tokens": end.cached_tokens,
         "predicted_gain": selection.plan.predicted_gain,
+        "predicted_ttft_ms": selection.plan.predicted_ttft_ms,
+        "over_budget": selection.plan.over_budget,
         "timings": {name: round(value, 6) for name, value in seconds.items()},
     }
     return told | _map(selection) if with_map else told
