@@ -164,6 +164,10 @@ class SpecPrefillConfig:
     scoring and the main prefill of a prompt that waits for nobody and finds nothing in a cache. As many chunks are
     dropped as it takes, at any keep rate, but no more than `min_keep_rate` allows; None: no limit."""
 
+    query_window: int = 0
+    """Score with the queries of so many of the prompt's own last tokens, later ones weighing more, in place of a
+    look-ahead: the speculator then generates nothing. 0: look ahead. Not in paper mode."""
+
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
@@ -203,6 +207,11 @@ class SpecPrefillConfig:
         if self.ttft_budget_ms is not None:
             allowed = "None, or a finite number above 0"
             put("ttft_budget_ms", check_real("ttft_budget_ms", self.ttft_budget_ms, allowed, lambda x: x > 0))
+        put("query_window", check_integer("query_window", self.query_window, 0))
+        if self.query_window and self.mode == "paper":
+            raise argument_error("query_window", self.query_window, "0 in paper mode, which looks ahead")
+        if self.query_window and self.look_ahead is not None:
+            raise argument_error("look_ahead", self.look_ahead, "None beside a query_window, which takes its place")
 
     @classmethod
     def paper(

@@ -429,8 +429,8 @@ class SpecPrefill:
 
     def _plan(self, ids: np.ndarray, spans: Spans, config: SpecPrefillConfig) -> Plan:
         look_ahead = config.look_ahead or self.default_look_ahead
-        gain = partial(self.predictor.gain, len(ids), look_ahead)
-        prediction = partial(self.predictor.phases, len(ids), look_ahead)
+        gain = partial(self.predictor.gain, len(ids), look_ahead, query_window=config.query_window)
+        prediction = partial(self.predictor.phases, len(ids), look_ahead, query_window=config.query_window)
         forced = spans if config.mode == "product" else ()
         return plan(len(ids), config, forced_spans=forced, predicted_gain=gain, prediction=prediction)
 
@@ -451,7 +451,8 @@ class SpecPrefill:
             raise ArgumentError(
                 f"prompt of {len(ids)} tokens is not allowed: it must fit the speculator's context of {limit} tokens"
             )
-        ahead = self.speculator.read(ids, look_ahead, ends, room=drafts.room if drafts is not None else 0)
+        room, window = drafts.room if drafts is not None else 0, config.query_window
+        ahead = self.speculator.read(ids, look_ahead, ends, room=room, window=window)
         if drafts is not None:
             drafts.cache = ahead.cache
         if marks is not None:
@@ -469,6 +470,7 @@ class SpecPrefill:
             pool_width=config.pool_width or 0,
             chunk_size=chunk_size,
             kept_size=padded(planned.max_kept_tokens, self.prefill_chunk),
+            window=window > 0,
             backend=self.kernels,
             mesh=self.speculator.model.mesh,
         )
@@ -496,8 +498,8 @@ class SpecPrefill:
     def adapt(self, selection: Selection, config: SpecPrefillConfig, *, whole_fits: bool = True) -> Selection:
         """What the scores of a selection ask for under keep rate "auto" (`Selection.adapt`); others as they are."""
         look_ahead = config.look_ahead or self.default_look_ahead
-        gain = partial(self.predictor.gain, selection.num_tokens, look_ahead)
-        prediction = partial(self.predictor.phases, selection.num_tokens, look_ahead)
+        gain = partial(self.predictor.gain, selection.num_tokens, look_ahead, query_window=config.query_window)
+        prediction = partial(self.predictor.phases, selection.num_tokens, look_ahead, query_window=config.query_window)
         return selection.adapt(config, predicted_gain=gain, prediction=prediction, whole_fits=whole_fits)
 
     def _main_prefill(self, ids: np.ndarray, selection: Selection, max_tokens: int) -> tuple[Step, jax.Array]:

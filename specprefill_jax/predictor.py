@@ -17,21 +17,24 @@ class Predictor:
         """Predict for a pair that reads `chunk` tokens a pass, on a machine of given rates or (None) on this one."""
         self._main, self._speculator, self._given, self._chunk = main, speculator, machine, chunk
 
-    def gain(self, num_tokens: int, look_ahead: int, kept_tokens: int, cached_tokens: int = 0) -> float:
+    def gain(
+        self, num_tokens: int, look_ahead: int, kept_tokens: int, cached_tokens: int = 0, *, query_window: int = 0
+    ) -> float:
         """Predicted speed-up of the first token; of the prompt, so many tokens need not be read by a dense prefill.
 
-        Only the ratio of the rates matters, so that nothing is measured: see `costs.default_machine`.
+        With a query window there is no look-ahead. Only the ratio of the rates matters, so nothing is measured: see
+        `costs.default_machine`.
         """
         machine = self._given or costs.default_machine(jax.default_backend())
-        whole = self._predict(num_tokens, look_ahead, kept_tokens, machine)
+        whole = self._predict(num_tokens, look_ahead, kept_tokens, machine, query_window)
         if not cached_tokens:
             return whole.gain
-        cached = self._predict(cached_tokens, look_ahead, cached_tokens, machine)
+        cached = self._predict(cached_tokens, look_ahead, cached_tokens, machine, query_window)
         return max(whole.dense - cached.dense, 1e-9) / whole.total
 
-    def phases(self, num_tokens: int, look_ahead: int, kept_tokens: int) -> costs.Prediction:
+    def phases(self, num_tokens: int, look_ahead: int, kept_tokens: int, *, query_window: int = 0) -> costs.Prediction:
         """Predicted seconds of each phase of one prompt that finds nothing in a cache, by `rates`."""
-        return self._predict(num_tokens, look_ahead, kept_tokens, self.rates, self._chunk)
+        return self._predict(num_tokens, look_ahead, kept_tokens, self.rates, query_window, self._chunk)
 
     @cached_property
     def rates(self) -> costs.Machine:
@@ -52,7 +55,13 @@ class Predictor:
         return costs.Machine(count * flops, count * read, devices=count)
 
     def _predict(
-        self, num_tokens: int, look_ahead: int, kept_tokens: int, machine: costs.Machine, chunk: int | None = None
+        self,
+        num_tokens: int,
+        look_ahead: int,
+        kept_tokens: int,
+        machine: costs.Machine,
+        query_window: int,
+        chunk: int | None = None,
     ) -> costs.Prediction:
         main, draft = self._main, self._speculator
         return costs.predict(
@@ -62,6 +71,7 @@ class Predictor:
             kept_tokens,
             look_ahead,
             machine,
+            query_window=query_window,
             main_fp8_layers=main.native_float8_layers,
             main_bytes=main.dtype.itemsize,
             speculator_bytes=draft.dtype.itemsize,

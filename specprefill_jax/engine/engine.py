@@ -67,8 +67,8 @@ class Engine:
             pair: the two models.
             config: the engine's limits.
             defaults: how prompts are read unless a request says otherwise; requests may ask for another keep rate,
-                mode, tail and so on, but only for this pool width and chunk size, and for this look-ahead or 1, since
-                everything else would have to be compiled.
+                mode, tail and so on, but only for this pool width, chunk size and query window, and for this look-ahead
+                or 1, since everything else would have to be compiled.
             model_name: what clients call the main model.
             model_root: where it came from; None: its name.
 
@@ -88,7 +88,8 @@ class Engine:
         self.max_model_len = min(config.max_model_len or context, context)
         if config.max_model_len is not None and config.max_model_len > context:
             raise argument_error("max_model_len", config.max_model_len, f"at most the main model's context, {context}")
-        self._look_aheads = (1, self.defaults.look_ahead or pair.default_look_ahead)
+        window = self.defaults.query_window
+        self._look_aheads = (1, 1 if window else self.defaults.look_ahead or pair.default_look_ahead)
         if self._look_aheads[1] > PAGE:
             raise argument_error("look_ahead", self._look_aheads[1], f"at most {PAGE} in the engine")
         tokens, draft_tokens = cache_sizes(main, draft, config, self.max_model_len)
@@ -102,6 +103,7 @@ class Engine:
             max_model_len=self.max_model_len,
             num_pages=pages,
             num_draft_pages=draft_pages,
+            window=window,
         )
         share = costs.weight_bytes(draft.config, 1.0) / costs.weight_bytes(main.config, 1.0)
         self._pages = BlockManager(pages)
@@ -112,6 +114,7 @@ class Engine:
             max_running=config.max_running,
             chunk=config.prefill_chunk,
             draft_cost=share,
+            window=window,
         )
         self._loop = Loop(
             self._runner,
@@ -305,7 +308,7 @@ class Engine:
             )
         if sampling.stop and self.tokenizer is None:
             raise ArgumentError("stop as text is not allowed: the model has no tokenizer, so give stop_token_ids")
-        for name in ("pool_width", "chunk_size"):
+        for name in ("pool_width", "chunk_size", "query_window"):
             served = getattr(self.defaults, name)
             if getattr(config, name) != served:
                 raise argument_error(name, getattr(config, name), f"{served}, which this engine was started with")
@@ -336,8 +339,9 @@ class Engine:
         stops = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stops.update(self._pair.main.config.eos_token_ids)
+        queries = None if config.query_window else look_ahead
         work = Work(
-            replace(request, config=replace(config, look_ahead=look_ahead, eos_token_ids=ends)),
+            replace(request, config=replace(config, look_ahead=queries, eos_token_ids=ends)),
             on_event,
             planned,
             sequence,
@@ -350,8 +354,10 @@ class Engine:
         return work
 
     def _plan(self, request: Request, tokens: int, look_ahead: int, cached: int) -> Plan:
+        window = request.config.query_window
+
         def gain(kept: int) -> float:
-            return self._pair.predictor.gain(tokens, look_ahead, kept, cached)
+            return self._pair.predictor.gain(tokens, look_ahead, kept, cached, query_window=window)
 
         return plan(
             tokens,
@@ -359,7 +365,7 @@ class Engine:
             generation_tail=request.generation_tail,
             needs_prompt_logprobs=request.prompt_logprobs is not None,
             predicted_gain=gain,
-            prediction=partial(self._pair.predictor.phases, tokens, look_ahead),
+            prediction=partial(self._pair.predictor.phases, tokens, look_ahead, query_window=window),
         )
 
     def _check_room(self, kept: int, limit: int) -> None:

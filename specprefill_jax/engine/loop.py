@@ -215,8 +215,9 @@ class Loop:
     def _speculate(self, work: Work, piece: Speculate) -> None:
         sequence = piece.sequence
         tokens = sequence.prompt[piece.start : piece.start + piece.count]
-        step = self._runner.speculate(tokens, piece.start, sequence.draft_pages)
-        if sequence.phase is Phase.LOOK_AHEAD:
+        runner = self._runner
+        step = runner.speculate(tokens, piece.start, sequence.draft_pages, sequence.num_tokens, work.step)
+        if sequence.phase is Phase.LOOK_AHEAD or runner.window:
             work.step = step
         if self._runner.eager:
             jax.block_until_ready(step.hidden)

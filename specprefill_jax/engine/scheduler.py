@@ -159,7 +159,14 @@ class Scheduler:
     """Decides rounds; holds all requests that are not finished."""
 
     def __init__(
-        self, pages: BlockManager, draft_pages: BlockManager, *, max_running: int, chunk: int, draft_cost: float
+        self,
+        pages: BlockManager,
+        draft_pages: BlockManager,
+        *,
+        max_running: int,
+        chunk: int,
+        draft_cost: float,
+        window: int = 0,
     ):
         """Schedule over two caches.
 
@@ -169,10 +176,13 @@ class Scheduler:
             max_running: requests that may hold pages of the main model's cache at the same time.
             chunk: prompt tokens of a piece at most, a multiple of PAGE.
             draft_cost: what a token costs in the speculator, relative to the main model.
+            window: a prompt's last tokens whose queries are wanted; 0: the last one's.
         """
         self.pages, self.draft_pages = pages, draft_pages
         self.chunk = chunk
         self.draft_cost = draft_cost
+        self.read_anew = max(window, 1)
+        """Tokens at a prompt's end that the speculator reads whatever its cache holds: their queries are wanted."""
         self.sequences: dict[str, Sequence] = {}
         """By request id, in the order of arrival."""
         self._rows = list(range(max_running - 1, -1, -1))
@@ -327,8 +337,7 @@ class Scheduler:
     def _start_draft(self, sequence: Sequence) -> bool:
         """Take the speculator's pages for the prompt and the look-ahead."""
         need = -(-(sequence.num_tokens + sequence.look_ahead - 1) // PAGE)
-        # One token at least is read anew: its queries are wanted.
-        found = self.draft_pages.match(sequence.hashes[: (sequence.num_tokens - 1) // PAGE])
+        found = self.draft_pages.match(sequence.hashes[: max(sequence.num_tokens - self.read_anew, 0) // PAGE])
         rest = self.draft_pages.take(need - len(found))
         if rest is None:
             self.draft_pages.release(found)

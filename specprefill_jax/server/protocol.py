@@ -175,6 +175,7 @@ class SpecPrefillOptions(Body):
     max_keep_rate: float | None = None
     max_entropy: float | None = None
     ttft_budget_ms: float | None = None
+    query_window: int | None = None
     map: bool = False
     """Whether the answer says which chunks were kept."""
 
