@@ -282,6 +282,8 @@ class Runner:
         for length in self.lengths:
             yield partial(prefill, length)
             yield partial(speculate, length)
+        if self.window:  # a piece behind another, however few lengths there are
+            yield partial(speculate, self.lengths[0])
         for length in self.lengths_with_logprobs:
             zeros = np.zeros(length, np.int32)
             yield partial(self.prefill_with_logprobs, zeros, zeros, 0, ())

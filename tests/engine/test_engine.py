@@ -85,9 +85,9 @@ class Listener:
 class Bench:
     """An engine, and the same models alone."""
 
-    def __init__(self, mesh: Mesh | None, limits: EngineConfig):
+    def __init__(self, mesh: Mesh | None, limits: EngineConfig, defaults: SpecPrefillConfig = SPARSE):
         self.pair = load_tiny(mesh=mesh, prefill_chunk=16)  # alone, prompts of all lengths are read by one program
-        self.engine = Engine(self.pair, limits, defaults=SPARSE)
+        self.engine = Engine(self.pair, limits, defaults=defaults)
         self.reports: list[tuple[int, int]] = []
         self.engine.warm_up(lambda done, total: self.reports.append((done, total)))
         self.outputs: dict[tuple, Any] = {}
@@ -385,6 +385,26 @@ def test_each_prompt_keeps_what_its_scores_ask_for(bench, monkeypatch):
     assert (part.finished.selection.reason, part.finished.selection.kept_chunks) == (Reason.ENGAGED, 7)
 
 
+def test_prompts_that_are_scored_by_their_own_last_tokens(fewer_programs):
+    """The window lies in up to four pieces, or begins in pages that another prompt left; nobody looks ahead."""
+    config = replace(SPARSE, keep_rate=0.8, query_window=140)
+    bench = Bench(make_mesh(1), replace(LIMITS, max_running=2, max_model_len=256, cache_tokens=1024), config)
+    try:
+        shared = prompt_of(250, 50)
+        listeners = bench.ask(*(bench.request(shared[:count], greedy(3), config) for count in (130, 197, 64)))
+        listeners += bench.ask(bench.request(shared, greedy(3), config))
+        for listener, queries in zip(listeners, (130, 140, 0, 140), strict=True):
+            bench.check(listener)
+            selection = listener.finished.selection
+            assert selection.engaged == (queries > 0)
+            assert (selection.num_queries, selection.look_ahead_tokens) == (queries, [])
+        with pytest.raises(ValueError, match=r"query_window=0 .* 140, which this engine was started with"):
+            bench.submit(bench.request(shared, config=SPARSE))
+        bench.check_clean()
+    finally:
+        bench.engine.close()
+
+
 @pytest.mark.parametrize("what", ["cancelled", "failed"])
 def test_followers_of_a_selection_outlive_its_leader(bench, monkeypatch, what):
     prompt = prompt_of(300, 8 + (what == "failed"))
@@ -520,6 +540,7 @@ def test_a_prompt_for_which_the_speculator_has_no_room_is_read_whole(bench, monk
         ({"config": replace(SPARSE, pool_width=5)}, "pool_width"),
         ({"config": replace(SPARSE, chunk_size=16)}, "chunk_size"),
         ({"config": replace(SPARSE, look_ahead=4)}, "look_ahead=4 .* 1 or 8"),
+        ({"config": replace(SPARSE, query_window=16)}, "query_window=16 .* 0, which this engine was started with"),
         ({"sampling": greedy(3, stop="x")}, "stop"),
         ({"prompt": [1, 512]}, r"prompt\[1\]"),
         ({"prompt": []}, "prompt"),
