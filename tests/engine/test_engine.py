@@ -385,9 +385,10 @@ def test_each_prompt_keeps_what_its_scores_ask_for(bench, monkeypatch):
     assert (part.finished.selection.reason, part.finished.selection.kept_chunks) == (Reason.ENGAGED, 7)
 
 
-def test_prompts_that_are_scored_by_their_own_last_tokens(fewer_programs):
+def test_prompts_that_are_scored_by_their_own_last_tokens(scanned):
     """The window lies in up to four pieces, or begins in pages that another prompt left; nobody looks ahead."""
     config = replace(SPARSE, keep_rate=0.8, query_window=140)
+    before = scanned.compiled
     bench = Bench(make_mesh(1), replace(LIMITS, max_running=2, max_model_len=256, cache_tokens=1024), config)
     try:
         shared = prompt_of(250, 50)
@@ -403,6 +404,7 @@ def test_prompts_that_are_scored_by_their_own_last_tokens(fewer_programs):
         bench.check_clean()
     finally:
         bench.engine.close()
+        scanned.elsewhere += scanned.compiled - before
 
 
 @pytest.mark.parametrize("what", ["cancelled", "failed"])
