@@ -92,7 +92,7 @@ def round_ms(tokenizer: Tokenizer, running: int, rounds: int) -> dict[str, float
     def unasked(*_: object) -> Any:
         raise AssertionError("prompts that are read whole need no plan")
 
-    loop = Loop(runner, scheduler, unasked, memoised_selections=1, begun=lambda _: None, ended=lambda _: None)
+    loop = Loop(runner, scheduler, unasked, unasked, memoised_selections=1, begun=lambda _: None, ended=lambda _: None)
     for number in range(running):
         prompt = np.random.default_rng(number).integers(0, 49152, 512).astype(np.int32)
         sequence = Sequence(str(number), prompt, 100_000, 0, 512, kept=512, dense=512)

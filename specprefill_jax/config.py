@@ -10,6 +10,9 @@ import numpy as np
 
 from specprefill_jax.errors import argument_error
 
+KeepRate = float | Literal["auto"]
+"""Share of the prompt's chunks that is read, or "auto": as many as the prompt's own scores ask for."""
+
 MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20
 
@@ -101,10 +104,11 @@ class SpecPrefillConfig:
     that equal settings compare and hash equal. A value that is not allowed raises `errors.ArgumentError`.
     """
 
-    keep_rate: float = 0.3
+    keep_rate: KeepRate = 0.3
     """Share of the prompt's chunks that the main model reads, above 0 and up to 1: ceil(rate * chunks), exactly.
     0.3 cost the paper's pair nothing on LongBench (53.92 against 53.55 in full); 0.1 is three times cheaper and loses
-    on tasks that count or sum over the whole prompt."""
+    on tasks that count or sum over the whole prompt. "auto" keeps as many as hold `importance_share` of the importance
+    and reads prompts whole where all parts matter alike; not in paper mode."""
 
     look_ahead: int | None = None
     """Queries that score the prompt: its last token, and the first look_ahead - 1 tokens the speculator generates.
@@ -140,11 +144,39 @@ class SpecPrefillConfig:
     enabled: bool = True
     """False reads every prompt whole, in either mode."""
 
+    importance_share: float = 0.4
+    """With keep_rate "auto": chunks are kept in the order of their scores until they hold this share of the importance
+    of all that are not kept anyway, above 0 and up to 1."""
+
+    min_keep_rate: float = 0.05
+    """With keep_rate "auto" or a `ttft_budget_ms`: at least this share of the chunks is kept, forced ones included."""
+
+    max_keep_rate: float = 0.5
+    """With keep_rate "auto": at most this share of the chunks is kept; the predicted gain is that of so many."""
+
+    max_entropy: float = 0.97
+    """With keep_rate "auto": a prompt whose importance is spread more evenly than this is read whole, as
+    "information_dense". The entropy of the importance over the chunks that are not kept anyway, 1 being that of equal
+    chunks; from 0 to 1, and 1 reads none whole."""
+
+    ttft_budget_ms: float | None = None
+    """Milliseconds until the first token, at most, by the cost model and this machine's measured rates: speculating,
+    scoring and the main prefill of a prompt that waits for nobody and finds nothing in a cache. As many chunks are
+    dropped as it takes, at any keep rate, but no more than `min_keep_rate` allows; None: no limit."""
+
+    query_window: int = 0
+    """Score with the queries of so many of the prompt's own last tokens, later ones weighing more, in place of a
+    look-ahead: the speculator then generates nothing. 0: look ahead. Not in paper mode."""
+
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        put("keep_rate", check_real("keep_rate", self.keep_rate, "a number above 0 and up to 1", lambda x: 0 < x <= 1))
+        if not isinstance(self.keep_rate, str) or self.keep_rate != "auto":
+            allowed = "a number above 0 and up to 1, or 'auto'"
+            put("keep_rate", check_real("keep_rate", self.keep_rate, allowed, lambda x: 0 < x <= 1))
+        elif self.mode == "paper":
+            raise argument_error("keep_rate", self.keep_rate, "a number in paper mode, whose budget is fixed")
         if self.look_ahead is not None:
             put("look_ahead", check_integer("look_ahead", self.look_ahead, 1))
         pool = "an odd integer, or 0 or None for no pooling"
@@ -166,6 +198,20 @@ class SpecPrefillConfig:
         allowed = "a finite number of at least 0"
         put("min_predicted_gain", check_real("min_predicted_gain", self.min_predicted_gain, allowed, lambda x: x >= 0))
         put("enabled", check_flag("enabled", self.enabled))
+        rate = "a number above 0 and up to 1"
+        for name in ("importance_share", "min_keep_rate", "max_keep_rate"):
+            put(name, check_real(name, getattr(self, name), rate, lambda x: 0 < x <= 1))
+        if self.min_keep_rate > self.max_keep_rate:
+            raise argument_error("min_keep_rate", self.min_keep_rate, f"at most max_keep_rate, {self.max_keep_rate}")
+        put("max_entropy", check_real("max_entropy", self.max_entropy, "a number from 0 to 1", lambda x: 0 <= x <= 1))
+        if self.ttft_budget_ms is not None:
+            allowed = "None, or a finite number above 0"
+            put("ttft_budget_ms", check_real("ttft_budget_ms", self.ttft_budget_ms, allowed, lambda x: x > 0))
+        put("query_window", check_integer("query_window", self.query_window, 0))
+        if self.query_window and self.mode == "paper":
+            raise argument_error("query_window", self.query_window, "0 in paper mode, which looks ahead")
+        if self.query_window and self.look_ahead is not None:
+            raise argument_error("look_ahead", self.look_ahead, "None beside a query_window, which takes its place")
 
     @classmethod
     def paper(

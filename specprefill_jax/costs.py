@@ -265,6 +265,7 @@ def predict(
     look_ahead: int,
     machine: Machine,
     *,
+    query_window: int = 0,
     main_bytes: float = 2.0,
     speculator_bytes: float = 2.0,
     main_fp8_layers: int = 0,
@@ -283,6 +284,7 @@ def predict(
         kept_tokens: tokens of it that the main model reads, 1 to num_tokens.
         look_ahead: queries; look_ahead - 1 decode steps, each bound by weight and cache bytes.
         machine: measured rates, `default_machine`, or a `Device`'s.
+        query_window: queries of the prompt's own last tokens in place of a look-ahead: no decode steps. 0: none.
         main_bytes, speculator_bytes: bytes a weight (and a cached number): 4 float32, 2 bfloat16, 1 float8.
         main_fp8_layers: layers of the main model whose feed-forward matrices are float8, and nothing else of them.
         batch: prompts.
@@ -290,7 +292,8 @@ def predict(
         sum_bytes: bytes a number in which devices add up a layer's products, 4 for float32 (`collective_bytes`).
     """
     _check_kept(num_tokens, kept_tokens)
-    queries = check_integer("look_ahead", look_ahead, 1)
+    queries = check_integer("query_window", query_window, 0) or check_integer("look_ahead", look_ahead, 1)
+    steps = 0 if query_window else queries - 1
     for name, value in (("main_bytes", main_bytes), ("speculator_bytes", speculator_bytes), ("sum_bytes", sum_bytes)):
         check_real(name, value, "a finite number above 0", lambda x: x > 0)
     check_integer("main_fp8_layers", main_fp8_layers, 0, main.num_layers)
@@ -322,8 +325,8 @@ def predict(
 
     return Prediction(
         dense=read(main, num_tokens, main_bytes, main_fp8_layers),
-        speculate=read(speculator, num_tokens, speculator_bytes, heads=1 if queries > 1 else 0),
-        look_ahead=sum(step(num_tokens + index) for index in range(1, queries)),
+        speculate=read(speculator, num_tokens, speculator_bytes, heads=1 if steps else 0),
+        look_ahead=sum(step(num_tokens + index) for index in range(1, steps + 1)),
         score=seconds(
             rows * scoring_flops(speculator, num_tokens, queries),
             rows * 2 * key_bytes(speculator, num_tokens, speculator_bytes),

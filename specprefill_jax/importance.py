@@ -3,6 +3,9 @@
 The order of operations matters and is the paper's: softmax over the prompt -> average pooling -> maximum over layers
 and heads -> mean over the queries that count -> mean over each chunk. The kernels do the first three.
 
+A window of the prompt's own last tokens can stand in for the look-ahead (as in SpecPC, arXiv 2506.08373): each attends
+to the tokens up to itself, and the mean is weighted, the last one's most.
+
 Letters: L layers, B batch, K key heads, N query heads, Q look-ahead queries, S prompt slots, H head size, C chunks.
 """
 
@@ -23,6 +26,7 @@ def token_importance(
     *,
     size: int,
     pool_width: int,
+    window: bool = False,
     backend: str | None = None,
     mesh: Mesh | None = None,
 ) -> jax.Array:
@@ -37,16 +41,27 @@ def token_importance(
         num_queries: [B] int32, queries that count, at least 1.
         size: prompt slots to look at, at least every M (static).
         pool_width: odd, or 0 for no pooling (static).
+        window: the queries are of the prompt's last Q tokens, of which the last num_queries[b] count, with weights 1,
+            2, ... (static).
         backend: implementation of the kernel, see `kernels.importance.pooled_maxima` (static).
         mesh: devices among which the heads are split (static).
 
     Returns:
         float32 [B, size]; zero from M on.
     """
-    maxima = pooled_maxima(keys, queries, num_tokens, size=size, pool_width=pool_width, backend=backend, mesh=mesh)
-    counted = (jnp.arange(queries.shape[2]) < num_queries[:, None])[:, :, None]
+    count = queries.shape[2]
+    maxima = partial(
+        pooled_maxima, keys, queries, num_tokens, size=size, pool_width=pool_width, backend=backend, mesh=mesh
+    )
+    if window:
+        # [B, Q]
+        visible = jnp.maximum(jnp.asarray(num_tokens)[:, None] + jnp.arange(1 - count, 1), 1)
+        weights = jnp.maximum(jnp.arange(1, count + 1) - (count - num_queries[:, None]), 0)
+        # [B, Q, size] -> [B, size]
+        return (maxima(visible=visible) * weights[:, :, None]).sum(axis=1) / weights.sum(axis=1)[:, None]
+    counted = (jnp.arange(count) < num_queries[:, None])[:, :, None]
     # [B, Q, size] -> [B, size]
-    return jnp.where(counted, maxima, 0).sum(axis=1) / num_queries[:, None]
+    return jnp.where(counted, maxima(), 0).sum(axis=1) / num_queries[:, None]
 
 
 @partial(jax.jit, static_argnames="chunk_size")

@@ -14,11 +14,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from specprefill_jax.costs import Machine
 
 _MATMUL_SIZE = 2048
 _READ_SHAPE = (4096, 32768)
+_ACCELERATOR_MATMUL_SIZE = 8192
+"""A smaller product would measure how long it takes to ask for one."""
+_ACCELERATOR_READ_SHAPE = (16384, 32768)
 
 
 def _best(run: Callable[[], jax.Array], repeats: int) -> float:
@@ -30,24 +34,26 @@ def _best(run: Callable[[], jax.Array], repeats: int) -> float:
     return min(seconds[1:])
 
 
-def matmul_rate(repeats: int = 3) -> float:
-    """FLOPs a second of one plain float32 matrix product, 2,048 cubed: the best of `repeats`."""
-    x = jnp.ones((_MATMUL_SIZE, _MATMUL_SIZE), jnp.float32)
+def matmul_rate(repeats: int = 3, dtype: DTypeLike = jnp.float32) -> float:
+    """FLOPs a second of one plain matrix product, 2,048 cubed (8,192 on accelerators): the best of `repeats`."""
+    size = _MATMUL_SIZE if jax.default_backend() == "cpu" else _ACCELERATOR_MATMUL_SIZE
+    x = jnp.ones((size, size), dtype)
     product = jax.jit(lambda a: a @ a)
-    return 2 * _MATMUL_SIZE**3 / _best(lambda: product(x), repeats)
+    return 2 * size**3 / _best(lambda: product(x), repeats)
 
 
 def read_rate(repeats: int = 3) -> float:
-    """Bytes a second that one plain matrix-vector product reads from 512 MiB of float32: the best of `repeats`."""
-    weight = jnp.ones(_READ_SHAPE, jnp.float32)
-    x = jnp.ones((1, _READ_SHAPE[0]), jnp.float32)
+    """Bytes a second that one plain matrix-vector product reads from 512 MiB (2 GiB on accelerators) of float32."""
+    shape = _READ_SHAPE if jax.default_backend() == "cpu" else _ACCELERATOR_READ_SHAPE
+    weight = jnp.ones(shape, jnp.float32)
+    x = jnp.ones((1, shape[0]), jnp.float32)
     product = jax.jit(lambda x, w: x @ w)
     return weight.nbytes / _best(lambda: product(x, weight), repeats)
 
 
-def measure(repeats: int = 3) -> Machine:
-    """Both rates, now."""
-    return Machine(matmul_rate(repeats), read_rate(repeats))
+def measure(repeats: int = 3, dtype: DTypeLike = jnp.float32) -> Machine:
+    """Both rates, now, of one device; products are of numbers of `dtype`."""
+    return Machine(matmul_rate(repeats, dtype), read_rate(repeats))
 
 
 def peak_memory() -> int:

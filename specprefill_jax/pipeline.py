@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self, cast
@@ -14,14 +14,15 @@ from jax.sharding import Mesh
 from specprefill_jax import costs
 from specprefill_jax.cache import capacity_for
 from specprefill_jax.chat_prompt import Spans, encode_chat
-from specprefill_jax.config import SamplingParams, SpecPrefillConfig, check_integer
+from specprefill_jax.config import KeepRate, SamplingParams, SpecPrefillConfig, check_integer
 from specprefill_jax.decode import Decoder, TokenLogprobs
 from specprefill_jax.errors import ArgumentError, SpecPrefillError, argument_error
 from specprefill_jax.kernels.backend import choose_backend
 from specprefill_jax.loading import load_pair
 from specprefill_jax.models.loaded import LoadedLlama, Step
 from specprefill_jax.output import Output, Piece
-from specprefill_jax.prefill import DEFAULT_CHUNK, bucket, padded, prefill
+from specprefill_jax.predictor import Predictor
+from specprefill_jax.prefill import DEFAULT_CHUNK, bucket, padded, pieces, prefill
 from specprefill_jax.prompt import PROMPT_KINDS, Prompt, check_ids, padded_ids
 from specprefill_jax.sampling import sampling_arrays, seen_tokens
 from specprefill_jax.scoring import kept_batch, score_and_choose
@@ -59,9 +60,9 @@ class SpecPrefill:
         self.tokenizer = tokenizer
         self.prefill_chunk = prefill_chunk
         self.default_look_ahead = default_look_ahead
-        self.machine = machine or costs.default_machine(jax.default_backend())
         self.kernels = choose_backend(kernels, speculator.mesh)
         self.speculator = Speculator(speculator, prefill_chunk)
+        self.predictor = Predictor(main, speculator, machine, prefill_chunk)
         self._decoder = Decoder(main)
         self._speculative = SpeculativeDecoder(self._decoder, self.speculator)
 
@@ -148,7 +149,7 @@ class SpecPrefill:
         return self.select_rates(prompt, None, config)[0]
 
     def select_rates(
-        self, prompt: Prompt, keep_rates: Sequence[float] | None, config: SpecPrefillConfig | None = None
+        self, prompt: Prompt, keep_rates: Sequence[KeepRate] | None, config: SpecPrefillConfig | None = None
     ) -> list[Selection]:
         """What `select` chooses at each of several keep rates, from one speculation.
 
@@ -168,9 +169,9 @@ class SpecPrefill:
             settings = replace(config, keep_rate=rate)
             if scored is None:
                 selection = self._selected(ids, spans, settings)
-                scored = selection if selection.engaged else None
+                scored = selection if selection.chunk_scores is not None else None
             else:
-                selection = scored.replan(self._plan(ids, spans, settings))
+                selection = self.adapt(scored.replan(self._plan(ids, spans, settings)), settings)
             selections.append(selection)
         return selections
 
@@ -261,11 +262,28 @@ class SpecPrefill:
         sampling = replace(sampling or SamplingParams(), ignore_eos=True, stop=(), stop_token_ids=())
         ids = np.zeros(num_tokens, np.int32)
         self._checked(ids)
+        whole = SpecPrefillConfig(enabled=False)
+        ways: list[tuple[SpecPrefillConfig, Selection | None]] = [(whole, None), (config, None)]
+        ways += [(config, selection) for selection in self._sizes(ids, config, sampling)]
         with self.main.one_layer(), self.speculator.model.one_layer():
-            for whole in (True, False):
-                settings = SpecPrefillConfig(enabled=False) if whole else config
-                for _, _ in zip(self._stream(ids, (), sampling, settings, PhaseClock()), range(3), strict=False):
+            for settings, given in ways:
+                stream = self._stream(ids, (), sampling, settings, PhaseClock(), given)
+                for _, _ in zip(stream, range(3), strict=False):
                     pass
+
+    def _sizes(self, ids: np.ndarray, config: SpecPrefillConfig, sampling: SamplingParams) -> Iterable[Selection]:
+        """Selections that need every program which keep rate "auto" may, there being no telling what it keeps."""
+        planned = self._plan(ids, (), config)
+        room = min(sampling.max_tokens, self.max_prompt_tokens - len(ids))
+        found: dict[tuple, Selection] = {}
+        last = planned.num_chunks - 1
+        for kept in range(planned.least_chunks or planned.kept_chunks + 1, planned.kept_chunks + 1):
+            size = planned.keep(kept).max_kept_tokens
+            total = padded(size, self.prefill_chunk)
+            shape = tuple(pieces(size, self.prefill_chunk)), capacity_for(max(total, size + room))
+            if shape not in found:
+                found[shape] = Selection.of_chunks(ids, [*range(kept - 1), last], chunk_size=config.chunk_size)
+        return found.values()
 
     def _stream(
         self,
@@ -389,7 +407,10 @@ class SpecPrefill:
         marks: Marks | None,
         drafts: Drafts | None = None,
     ) -> Selection:
-        """Plan on the host, then enqueue speculation, scoring and choice on the device; waits for nothing."""
+        """Plan on the host, then enqueue speculation, scoring and choice on the device.
+
+        Waits for nothing but, under keep rate "auto", the scores.
+        """
         look_ahead = config.look_ahead or self.default_look_ahead
         planned = self._plan(ids, spans, config)
         if not planned.engaged:
@@ -408,9 +429,10 @@ class SpecPrefill:
 
     def _plan(self, ids: np.ndarray, spans: Spans, config: SpecPrefillConfig) -> Plan:
         look_ahead = config.look_ahead or self.default_look_ahead
-        gain = partial(self.predicted_gain, len(ids), look_ahead)
+        gain = partial(self.predictor.gain, len(ids), look_ahead, query_window=config.query_window)
+        prediction = partial(self.predictor.phases, len(ids), look_ahead, query_window=config.query_window)
         forced = spans if config.mode == "product" else ()
-        return plan(len(ids), config, forced_spans=forced, predicted_gain=gain)
+        return plan(len(ids), config, forced_spans=forced, predicted_gain=gain, prediction=prediction)
 
     def _score(
         self,
@@ -429,7 +451,8 @@ class SpecPrefill:
             raise ArgumentError(
                 f"prompt of {len(ids)} tokens is not allowed: it must fit the speculator's context of {limit} tokens"
             )
-        ahead = self.speculator.read(ids, look_ahead, ends, room=drafts.room if drafts is not None else 0)
+        room, window = drafts.room if drafts is not None else 0, config.query_window
+        ahead = self.speculator.read(ids, look_ahead, ends, room=room, window=window)
         if drafts is not None:
             drafts.cache = ahead.cache
         if marks is not None:
@@ -447,12 +470,11 @@ class SpecPrefill:
             pool_width=config.pool_width or 0,
             chunk_size=chunk_size,
             kept_size=padded(planned.max_kept_tokens, self.prefill_chunk),
+            window=window > 0,
             backend=self.kernels,
             mesh=self.speculator.model.mesh,
         )
-        if marks is not None:
-            marks.reach(choice.kept_count, "main_prefill")
-        return Selection(
+        selection = Selection(
             planned,
             choice=choice,
             chunk_scores=scores,
@@ -461,6 +483,24 @@ class SpecPrefill:
             look_ahead_tokens=tokens,
             prompt=ids,
         )
+        if planned.least_chunks is None:
+            if marks is not None:
+                marks.reach(choice.kept_count, "main_prefill")
+            return selection
+        # The scores say how much the main model reads: the host must wait for them.
+        if marks is not None:
+            marks.settle()
+        selection = self.adapt(selection, config)
+        if marks is not None:
+            marks.clock.phase("main_prefill")
+        return selection
+
+    def adapt(self, selection: Selection, config: SpecPrefillConfig, *, whole_fits: bool = True) -> Selection:
+        """What the scores of a selection ask for under keep rate "auto" (`Selection.adapt`); others as they are."""
+        look_ahead = config.look_ahead or self.default_look_ahead
+        gain = partial(self.predictor.gain, selection.num_tokens, look_ahead, query_window=config.query_window)
+        prediction = partial(self.predictor.phases, selection.num_tokens, look_ahead, query_window=config.query_window)
+        return selection.adapt(config, predicted_gain=gain, prediction=prediction, whole_fits=whole_fits)
 
     def _main_prefill(self, ids: np.ndarray, selection: Selection, max_tokens: int) -> tuple[Step, jax.Array]:
         """The main model's pass over the kept tokens, and how many they are [1]; enqueued, not waited for."""
@@ -498,28 +538,6 @@ class SpecPrefill:
     def _failed(self, ids: np.ndarray, config: SpecPrefillConfig, error: Exception) -> Selection:
         detail = f"{type(error).__name__}: {error}"
         return Selection.whole(len(ids), Reason.SPECULATOR_FAILED, chunk_size=config.chunk_size, detail=detail)
-
-    def predicted_gain(self, num_tokens: int, look_ahead: int, kept_tokens: int, cached_tokens: int = 0) -> float:
-        """Predicted speed-up of the first token; of the prompt, so many tokens need not be read by a dense prefill."""
-        main, draft = self.main, self.speculator.model
-
-        def predict(tokens: int, kept: int) -> costs.Prediction:
-            return costs.predict(
-                main.config,
-                draft.config,
-                tokens,
-                kept,
-                look_ahead,
-                self.machine,
-                main_fp8_layers=main.native_float8_layers,
-                main_bytes=main.dtype.itemsize,
-                speculator_bytes=draft.dtype.itemsize,
-            )
-
-        whole = predict(num_tokens, kept_tokens)
-        if not cached_tokens:
-            return whole.gain
-        return max(whole.dense - predict(cached_tokens, cached_tokens).dense, 1e-9) / whole.total
 
     def look_ahead_ends(self, config: SpecPrefillConfig) -> tuple[int, ...]:
         """Ids that end the look-ahead. They say nothing of where the answer ends: that is the main model's own."""

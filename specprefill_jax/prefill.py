@@ -16,7 +16,7 @@ from specprefill_jax.errors import argument_error
 from specprefill_jax.models.loaded import LoadedLlama, Step
 
 Last = tuple[jax.Array, jax.Array | tuple[jax.Array, ...]]
-"""Hidden state and queries of each row's last real token, as in `Step`."""
+"""Hidden state and queries of each row's last real token, or of its last ones, as in `Step`."""
 
 DEFAULT_CHUNK = 1024
 """Tokens a forward pass reads at most, unless told otherwise: bounds the memory of activations."""
@@ -56,6 +56,7 @@ def prefill(
     size: int,
     capacity: int,
     chunk: int,
+    window: int = 0,
 ) -> Step:
     """Read tokens into a new cache.
 
@@ -67,6 +68,8 @@ def prefill(
         size: tokens to read at most (host).
         capacity: slots of the new cache, at least P.
         chunk: tokens a pass reads at most.
+        window: real tokens at the end whose hidden states and queries are wanted; 0: the last one's, without an axis.
+            Where a row has fewer, the first entries mean nothing.
 
     Returns:
         The last real token's hidden state and queries, and the cache: slot j of row b holds token j for j < count[b].
@@ -78,34 +81,40 @@ def prefill(
     last: Last | None = None
     for offset, length in pieces(size, chunk):
         start = np.full((tokens.shape[0],), offset, np.int32)
-        piece, at, row = _cut(tokens, positions, count, start, length=length)
+        piece, at, row = _cut(tokens, positions, count, start, length=length, window=window)
         step = model.step(piece, at, cache, start, row)
         cache = step.cache
         found = (step.hidden, step.queries)
         # The last real token may be in the last piece but one where the host knows only a bound of `count`.
-        last = found if last is None else _later(last, found, count, start)
+        last = found if last is None else later(last, found, count, start, window=window)
     assert last is not None
     return Step(*last, cache)
 
 
-@partial(jax.jit, static_argnames="length")
+def last_tokens(count: ArrayLike, start: ArrayLike, window: int) -> jax.Array:
+    """Where the last tokens of rows of `count` [B] stand in a piece from `start` [B] on: [B], or [B, window]."""
+    ahead = jnp.subtract(count, start)
+    return ahead - 1 if not window else ahead[:, None] + jnp.arange(-window, 0)
+
+
+@partial(jax.jit, static_argnames=("length", "window"))
 def _cut(
-    tokens: jax.Array, positions: jax.Array, count: ArrayLike, start: ArrayLike, *, length: int
+    tokens: jax.Array, positions: jax.Array, count: ArrayLike, start: ArrayLike, *, length: int, window: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     offset = jnp.asarray(start)[0]
     piece = lax.dynamic_slice_in_dim(tokens, offset, length, axis=1)
     at = lax.dynamic_slice_in_dim(positions, offset, length, axis=1)
-    return piece, at, jnp.clip(jnp.subtract(count, 1) - start, 0, length - 1)
+    return piece, at, jnp.clip(last_tokens(count, start, window), 0, length - 1)
 
 
-@jax.jit
-def _later(old: Last, new: Last, count: ArrayLike, start: ArrayLike) -> Last:
-    """`new` in the rows [B] whose last token is in the piece from `start` on, `old` in the others."""
-    reached = jnp.greater(count, start)
+@partial(jax.jit, static_argnames="window")
+def later(old: Last, new: Last, count: ArrayLike, start: ArrayLike, *, window: int) -> Last:
+    """`new` for those of the last tokens that are in the piece from `start` [B] on, `old` for the others."""
+    reached = last_tokens(count, start, window) >= 0
 
     def pick(new: jax.Array, old: jax.Array, batch_axis: int) -> jax.Array:
         shape = [1] * new.ndim
-        shape[batch_axis] = -1
+        shape[batch_axis : batch_axis + reached.ndim] = reached.shape
         return jnp.where(reached.reshape(shape), new, old)
 
     queries_axis = 1 if isinstance(new[1], jax.Array) else 0

@@ -13,7 +13,7 @@ from specprefill_jax.kernels.chunk_topk import PADDING, Choice, chunk_topk
 from specprefill_jax.speculator import LookAhead
 
 
-@partial(jax.jit, static_argnames=("size", "pool_width", "chunk_size", "kept_size", "backend", "mesh"))
+@partial(jax.jit, static_argnames=("size", "pool_width", "chunk_size", "kept_size", "window", "backend", "mesh"))
 def score_and_choose(
     ahead: LookAhead,
     prompt: jax.Array,
@@ -27,9 +27,13 @@ def score_and_choose(
     chunk_size: int,
     kept_size: int,
     backend: str,
+    window: bool = False,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array, Choice, jax.Array, jax.Array]:
-    """One prompt's importance [size], chunk scores [C], choice, number of queries that count, look-ahead tokens [Q]."""
+    """One prompt's importance [size], chunk scores [C], choice, number of queries that count, look-ahead tokens [Q].
+
+    `window`: the queries are of a window, not of a look-ahead (`importance.token_importance`).
+    """
     importance = token_importance(
         ahead.cache.k,
         ahead.queries,
@@ -37,6 +41,7 @@ def score_and_choose(
         ahead.num_queries,
         size=size,
         pool_width=pool_width,
+        window=window,
         backend=backend,
         mesh=mesh,
     )

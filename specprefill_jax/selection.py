@@ -2,10 +2,12 @@
 
 `plan` decides on the host, before the speculator runs, whether a prompt is read in part at all and how many chunks are
 kept, so every later shape is known. The chunk top-k kernel picks the chunks on the device, with no word to the host.
+Under keep rate "auto" the plan is of the most that may be kept, and `Selection.adapt` asks the scores for the number.
 `Selection` is what a caller sees: it fetches from the device when it is first asked.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -16,7 +18,9 @@ from typing import Any, Self, cast
 import jax
 import numpy as np
 
+from specprefill_jax.adaptive import chunk_masses, chunks_for_share, normalised_entropy
 from specprefill_jax.config import SpecPrefillConfig, check_flag, check_integer, check_real, check_spans
+from specprefill_jax.costs import Prediction
 from specprefill_jax.errors import SpecPrefillError, argument_error
 from specprefill_jax.kernels.chunk_topk import Choice
 
@@ -38,6 +42,9 @@ class Reason(StrEnum):
     """The first chunk, the tail and the forced spans alone reach the budget: nothing would be left to rank."""
     LOW_PREDICTED_GAIN = "low_predicted_gain"
     """The cost model predicts a speed-up below `min_predicted_gain`."""
+    INFORMATION_DENSE = "information_dense"
+    """With keep rate "auto": the scores are so even that no part of the prompt can be left out; known only after the
+    speculator has read it."""
     SPECULATOR_FAILED = "speculator_failed"
     """The speculator or the scoring failed; `Selection.detail` says how."""
 
@@ -72,12 +79,31 @@ class Plan:
     """Kept tokens exactly, or None where it depends on whether a short last chunk is kept (paper mode only)."""
     predicted_gain: float | None = None
     """Predicted speed-up of the first token, where it was asked for."""
+    least_chunks: int | None = None
+    """Fewest chunks that the scores may ask for, while `kept_chunks` is the most; None where the number is fixed."""
+    predicted_ttft_ms: float | None = None
+    """Predicted milliseconds until the first token, where there is a `ttft_budget_ms`."""
+    over_budget: bool = False
+    """Whether these are more than that: even the fewest chunks take longer, or the prompt is read whole."""
 
     def forced_mask(self, size: int | None = None) -> np.ndarray:
         """The forced chunks as bool [size] (default: num_chunks), False in the padding."""
         mask = np.zeros(self.num_chunks if size is None else size, np.bool_)
         mask[list(self.forced_chunks)] = True
         return mask
+
+    def keep(self, chunks: int) -> "Plan":
+        """This plan, but with exactly so many chunks kept, at least one more than are forced."""
+        size, last = self.chunk_size, self.num_tokens - (self.num_chunks - 1) * self.chunk_size
+        exact: int | None = None
+        if chunks == self.num_chunks:
+            exact = self.num_tokens
+        elif self.num_chunks - 1 in self.forced_chunks:
+            exact = (chunks - 1) * size + last
+        elif last == size:
+            exact = chunks * size
+        most = chunks * size if exact is None else exact
+        return replace(self, kept_chunks=chunks, max_kept_tokens=most, num_kept_tokens=exact)
 
     def read_whole(self, reason: Reason) -> "Plan":
         """This plan, but with the whole prompt read for `reason`."""
@@ -88,7 +114,15 @@ class Plan:
             kept_chunks=self.num_chunks,
             max_kept_tokens=self.num_tokens,
             num_kept_tokens=self.num_tokens,
+            least_chunks=None,
+            predicted_ttft_ms=None,
+            over_budget=False,
         )
+
+    def timed(self, seconds: float, budget_ms: float) -> "Plan":
+        """This plan, with what it is predicted to take beside what it may take."""
+        milliseconds = 1000 * seconds
+        return replace(self, predicted_ttft_ms=milliseconds, over_budget=milliseconds > budget_ms)
 
 
 def plan(
@@ -99,6 +133,7 @@ def plan(
     generation_tail: int = 0,
     needs_prompt_logprobs: bool = False,
     predicted_gain: float | Callable[[int], float] | None = None,
+    prediction: Callable[[int], Prediction] | None = None,
 ) -> Plan:
     """Decide how a prompt of `num_tokens` tokens is read.
 
@@ -109,7 +144,10 @@ def plan(
         generation_tail: tokens of the chat template's generation header at the prompt's end; kept like `tail_tokens`.
         needs_prompt_logprobs: whether log-probabilities of the prompt are wanted. Product mode only.
         predicted_gain: the cost model's speed-up of the first token, or a function that gives it for a number of kept
-            tokens (called only if nothing else decides first). None leaves that gate open.
+            tokens (called only if nothing else decides first). None leaves that gate open. Under keep rate "auto" it is
+            that of the most tokens that may be kept.
+        prediction: what the prompt takes on this machine for a number of kept tokens; asked only where there is a
+            `ttft_budget_ms`. None leaves that open, too.
 
     Raises:
         ArgumentError: an empty prompt, a span that is empty or ends past the prompt, or something forced in paper mode.
@@ -128,7 +166,7 @@ def plan(
 
     size = config.chunk_size
     chunks = num_chunks(tokens, size)
-    kept = budget(chunks, config.keep_rate)
+    kept = budget(chunks, config.max_keep_rate if config.keep_rate == "auto" else config.keep_rate)
     forced = np.zeros(chunks, np.bool_)
     if product:
         forced[0] = True
@@ -136,43 +174,49 @@ def plan(
         for start, end in spans:
             forced[start // size : (end - 1) // size + 1] = True
 
-    last = tokens - (chunks - 1) * size
-    exact: int | None = None
-    if kept == chunks:
-        exact = tokens
-    elif forced[-1]:
-        exact = (kept - 1) * size + last
-    elif last == size:
-        exact = kept * size
-    sparse = Plan(
-        engaged=True,
-        reason=Reason.ENGAGED,
-        num_tokens=tokens,
-        chunk_size=size,
-        num_chunks=chunks,
-        kept_chunks=kept,
-        forced_chunks=tuple(np.flatnonzero(forced).tolist()),
-        max_kept_tokens=kept * size if exact is None else exact,
-        num_kept_tokens=exact,
-    )
+    always = tuple(np.flatnonzero(forced).tolist())
+    sparse = Plan(True, Reason.ENGAGED, tokens, size, chunks, chunks, always, tokens, tokens).keep(kept)
+    least = min(max(budget(chunks, config.min_keep_rate), len(always) + 1), kept)
+    limit = config.ttft_budget_ms if product and prediction is not None else None
+
+    def whole(reason: Reason) -> Plan:
+        decided = sparse.read_whole(reason)
+        return decided if limit is None or prediction is None else decided.timed(prediction(tokens).dense, limit)
+
     if not config.enabled:
-        return sparse.read_whole(Reason.DISABLED)
+        return whole(Reason.DISABLED)
     if not product:
         return sparse
     if logprobs:
-        return sparse.read_whole(Reason.PROMPT_LOGPROBS)
+        return whole(Reason.PROMPT_LOGPROBS)
     if tokens < config.min_prompt_tokens:
-        return sparse.read_whole(Reason.SHORT_PROMPT)
-    if kept == chunks:
-        return sparse.read_whole(Reason.NOTHING_TO_DROP)
-    if len(sparse.forced_chunks) >= kept:
-        return sparse.read_whole(Reason.FORCED_COVER_BUDGET)
+        return whole(Reason.SHORT_PROMPT)
+    if len(always) >= kept:
+        return whole(Reason.NOTHING_TO_DROP if kept == chunks else Reason.FORCED_COVER_BUDGET)
+    if limit is not None and prediction is not None and (kept < chunks or 1000 * prediction(tokens).dense > limit):
+        sparse = _capped(sparse, least, limit, prediction)
+    if sparse.kept_chunks == chunks:
+        return whole(Reason.NOTHING_TO_DROP)
+    if config.keep_rate == "auto":
+        sparse = replace(sparse, least_chunks=least)
     if predicted_gain is None:
         return sparse
     gain = predicted_gain(sparse.max_kept_tokens) if callable(predicted_gain) else predicted_gain
     gain = check_real("predicted_gain", gain, "a finite number above 0, or None", lambda x: x > 0)
     sparse = replace(sparse, predicted_gain=gain)
-    return sparse if gain >= config.min_predicted_gain else sparse.read_whole(Reason.LOW_PREDICTED_GAIN)
+    return sparse if gain >= config.min_predicted_gain else whole(Reason.LOW_PREDICTED_GAIN)
+
+
+def _capped(sparse: Plan, least: int, budget_ms: float, prediction: Callable[[int], Prediction]) -> Plan:
+    """The plan of as many chunks as fit the budget, from `least` to its own number; of `least` if none do."""
+
+    def seconds(chunks: int) -> float:
+        return prediction(sparse.keep(chunks).max_kept_tokens).total
+
+    counts = range(least, sparse.kept_chunks + 1)
+    fitting = bisect_right(counts, budget_ms, key=lambda chunks: 1000 * seconds(chunks))
+    kept = counts[max(fitting - 1, 0)]
+    return sparse.keep(kept).timed(seconds(kept), budget_ms)
 
 
 class Selection:
@@ -277,6 +321,64 @@ class Selection:
             importance=self._host[2],
             num_queries=self._host[3],
             look_ahead_tokens=self._host[4],
+            prompt=self.prompt,
+        )
+
+    def adapt(
+        self,
+        config: SpecPrefillConfig,
+        *,
+        predicted_gain: Callable[[int], float] | None = None,
+        prediction: Callable[[int], Prediction] | None = None,
+        whole_fits: bool = True,
+    ) -> Self:
+        """As many chunks as the scores ask for, under a plan of keep rate "auto"; this one under any other plan.
+
+        Waits for the scores, since what the main model reads depends on them. The forced chunks are kept and, in the
+        order of the scores, as many others as hold `config.importance_share` of the others' importance, within the
+        plan's bounds. Scores more even than `config.max_entropy` have the prompt read whole, as `information_dense`.
+
+        Args:
+            config: the settings that the plan was made with.
+            predicted_gain, prediction: as of `plan`: told anew for what is kept.
+            whole_fits: whether the prompt may be read whole; if not, or if it would take longer than
+                `config.ttft_budget_ms`, as much is as the plan allows.
+
+        Raises:
+            SpecPrefillError: the scores are not finite.
+        """
+        planned = self.plan
+        if planned.least_chunks is None:
+            return self
+        if self.chunk_scores is None:
+            raise argument_error("selection", self, "one that a speculator scored")
+        ranked = ~planned.forced_mask()
+        masses = chunk_masses(self.chunk_scores, self.num_tokens, self.chunk_size)[ranked]
+        entropy = normalised_entropy(masses)
+        limit = config.ttft_budget_ms
+        if limit is not None and prediction is not None:
+            whole_fits = whole_fits and 1000 * prediction(self.num_tokens).total <= limit
+        if entropy > config.max_entropy:
+            most = planned.keep(planned.kept_chunks)
+            adapted = planned.read_whole(Reason.INFORMATION_DENSE) if whole_fits else most
+        else:
+            order = np.argsort(-self.chunk_scores[ranked], kind="stable")
+            asked = len(planned.forced_chunks) + chunks_for_share(masses[order], config.importance_share)
+            adapted = planned.keep(min(max(asked, planned.least_chunks), planned.kept_chunks))
+        adapted = replace(adapted, least_chunks=None)
+        if predicted_gain is not None:
+            adapted = replace(adapted, predicted_gain=predicted_gain(adapted.max_kept_tokens))
+        if limit is not None and prediction is not None:
+            adapted = adapted.timed(prediction(adapted.max_kept_tokens).total, limit)
+        if adapted.engaged:
+            return self.replan(adapted)
+        return type(self)(
+            adapted,
+            chunk_scores=self._host[1],
+            importance=self._host[2],
+            num_queries=self._host[3],
+            look_ahead_tokens=self._host[4],
+            detail=f"entropy of the scores {entropy:.3f}, above {config.max_entropy:g}",
             prompt=self.prompt,
         )
 
@@ -413,6 +515,8 @@ class Selection:
             "forced_chunks": len(self.forced_chunks),
             "num_queries": self.num_queries,
             "predicted_gain": self.plan.predicted_gain,
+            "predicted_ttft_ms": self.plan.predicted_ttft_ms,
+            "over_budget": self.plan.over_budget,
         }
 
     def __repr__(self) -> str:

@@ -26,13 +26,15 @@ class LookAhead:
     """What the speculator leaves behind; all of it on the device."""
 
     queries: jax.Array
-    """[L, B, Q, N, H] post-RoPE queries: of the last prompt token, then of the first Q-1 generated tokens."""
+    """[L, B, Q, N, H] post-RoPE queries: of the last prompt token, then of the first Q-1 generated tokens; of a window,
+    of the prompt's last Q tokens."""
     cache: Any
     """Its cache, `KVCache` or `PagedCache`; slot i holds prompt token i, generated tokens follow."""
     tokens: jax.Array
-    """[B, Q] int32 greedy tokens; the last is never fed back."""
+    """[B, Q] int32 greedy tokens; the last is never fed back. [B, 0] of a window."""
     num_queries: jax.Array
-    """[B] int32, queries that count: up to and with the one that produced an end of sequence."""
+    """[B] int32, queries that count: up to and with the one that produced an end of sequence; of a window, the last so
+    many."""
 
 
 class Speculator:
@@ -46,7 +48,15 @@ class Speculator:
         self._greedy = model.jit(self._greedy_fn)
         self._collect = jax.jit(_collect)
 
-    def read(self, tokens: np.ndarray, look_ahead: int, eos_token_ids: tuple[int, ...], *, room: int = 0) -> LookAhead:
+    def read(
+        self,
+        tokens: np.ndarray,
+        look_ahead: int,
+        eos_token_ids: tuple[int, ...],
+        *,
+        room: int = 0,
+        window: int = 0,
+    ) -> LookAhead:
         """Prefill one prompt and look ahead; nothing waits for the device.
 
         Args:
@@ -54,6 +64,7 @@ class Speculator:
             look_ahead: Q, the number of queries; Q - 1 decode steps.
             eos_token_ids: ids that end the look-ahead, at most MAX_EOS_IDS.
             room: slots to have behind the prompt, at least.
+            window: take the queries of so many of the prompt's last tokens, and do not look ahead. 0: look ahead.
         """
         size = len(tokens)
         total = padded(size, self.chunk)
@@ -65,9 +76,13 @@ class Speculator:
             self.model.put(np.arange(total, dtype=np.int32)[None]),
             self.model.put(np.full((1,), size, np.int32)),
             size=size,
-            capacity=capacity_for(max(total, size + max(look_ahead - 1, room))),
+            capacity=capacity_for(max(total, size + max(0 if window else look_ahead - 1, room))),
             chunk=self.chunk,
+            window=window,
         )
+        if window:
+            queries, generated, count = window_queries(step.queries, np.full((1,), size, np.int32))
+            return LookAhead(queries, step.cache, generated, count)
         return self.look_ahead(step, np.full((1,), size, np.int32), [eos_token_ids], look_ahead)
 
     def look_ahead(
@@ -127,6 +142,16 @@ class Speculator:
         (_, cache, _), (tokens, later) = lax.scan(step, (first, cache, length), length=count - 1)
         stacked, out, valid = _collect([queries, *later], [first, *tokens], eos)
         return LookAhead(stacked, cache, out, valid)
+
+
+@jax.jit
+def window_queries(
+    queries: jax.Array | tuple[jax.Array, ...], lengths: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries of the last W tokens, as of `prefill` -> [L, B, W, N, H], tokens [B, 0], how many count [B]."""
+    stacked = jnp.stack(queries) if isinstance(queries, tuple) else queries
+    batch, window = stacked.shape[1:3]
+    return stacked, jnp.zeros((batch, 0), jnp.int32), jnp.minimum(lengths, window)
 
 
 def _collect(

@@ -180,6 +180,28 @@ def importance(queries: Array, keys: Array, width: int | None) -> Array:
     return np.mean(per_query, axis=0)
 
 
+def window_importance(queries: Array, keys: Array, width: int | None, window: int) -> Array:
+    """Importance [M] from queries [M, L, H, D] of the prompt's own last `window` tokens and its keys [M, L, K, D].
+
+    Each sees the tokens up to itself; the first of them weighs 1, the next 2, and so on (product mode's query_window).
+    """
+    total, layers, heads, dim = queries.shape
+    key_heads = keys.shape[2]
+    places = range(max(total - window, 0), total)
+    per_query = []
+    for place in places:
+        rows = []
+        for layer in range(layers):
+            for head in range(heads):
+                seen = keys[: place + 1, layer, head * key_heads // heads]
+                row = np.zeros(total)
+                row[: place + 1] = softmax(seen @ queries[place, layer, head] / math.sqrt(dim))
+                rows.append(pool(row, width))
+        per_query.append(np.max(rows, axis=0))
+    weights = np.arange(1, len(places) + 1)
+    return (np.array(per_query) * weights[:, None]).sum(axis=0) / weights.sum()
+
+
 def chunk_scores(values: Array, size: int) -> Array:
     """Mean of values [M] in each chunk of `size`, from token 0; the last over its real length. [C]."""
     return np.array([values[start : start + size].mean() for start in range(0, len(values), size)])

@@ -23,8 +23,8 @@ SEED = "None, or an integer from 0 to 4294967295"
 IDS = "token ids (integers of at least 0)"
 
 CONFIG = [
-    *[("keep_rate", value, RATE) for value in (0, 0.0, -0.1, 1.5, math.nan, math.inf, "0.3", True, None, 10**400)],
-    ("keep_rate", np.True_, RATE),
+    *[("keep_rate", value, f"{RATE}, or 'auto'") for value in (0, 0.0, -0.1, 1.5, math.nan, math.inf, True, None)],
+    *[("keep_rate", value, f"{RATE}, or 'auto'") for value in (10**400, "0.3", "Auto", "", np.True_)],
     *[("look_ahead", value, "an integer of at least 1") for value in (0, -1, 2.0, "8", True)],
     *[("pool_width", value, WIDTH) for value in (2, 12, -1, 13.0, "13", True)],
     *[("chunk_size", value, "an integer of at least 1") for value in (0, -32, 8.5, "32", False)],
@@ -36,6 +36,12 @@ CONFIG = [
     *[("min_prompt_tokens", value, "an integer of at least 0") for value in (-1, 0.5, None)],
     *[("min_predicted_gain", value, GAIN) for value in (-0.1, math.nan, math.inf, "1.1", True)],
     *[("enabled", value, "True or False") for value in (1, 0, "no", None)],
+    *[("importance_share", value, RATE) for value in (0, -0.5, 1.1, math.nan, "0.5", True, None)],
+    *[("min_keep_rate", value, RATE) for value in (0, 1.5, math.inf, "0.1")],
+    *[("max_keep_rate", value, RATE) for value in (0.0, 2, None)],
+    ("min_keep_rate", 0.6, "at most max_keep_rate, 0.5"),
+    *[("ttft_budget_ms", value, "None, or a finite number above 0") for value in (0, -1.0, math.inf, math.nan, "9")],
+    *[("max_entropy", value, "a number from 0 to 1") for value in (-0.1, 1.01, math.nan, "1", False)],
 ]
 
 SAMPLING = [
@@ -86,7 +92,8 @@ def test_defaults():
     assert dataclasses.asdict(SpecPrefillConfig()) == {
         "keep_rate": 0.3, "look_ahead": None, "pool_width": 13, "chunk_size": 32, "eos_token_ids": None,
         "mode": "product", "tail_tokens": 64, "forced_spans": (), "min_prompt_tokens": 512, "min_predicted_gain": 1.1,
-        "enabled": True,
+        "enabled": True, "importance_share": 0.4, "min_keep_rate": 0.05, "max_keep_rate": 0.5, "max_entropy": 0.97,
+        "ttft_budget_ms": None, "query_window": 0,
     }  # fmt: skip
     assert dataclasses.asdict(SamplingParams()) == {
         "max_tokens": 128, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,
@@ -102,7 +109,7 @@ def test_numpy_scalars_become_the_numbers_they_print_as(rate):
     assert hash(config) == hash(same)
     assert repr(config) == repr(same)
     values = [type(value) for value in dataclasses.astuple(config)]
-    assert values == [float, int, int, int, tuple, str, int, tuple, int, float, bool]
+    assert values == [float, int, int, int, tuple, str, int, tuple, int, float, bool, *[float] * 4, type(None), int]
     sampling = SamplingParams(np.int64(3), np.float16(0.1), top_k=np.int8(4), seed=np.uint32(2**32 - 1))
     assert sampling == SamplingParams(3, 0.1, top_k=4, seed=2**32 - 1)
 
@@ -136,6 +143,16 @@ def test_edges_pass(name, value):
 )
 def test_sampling_edges_pass(name, value):
     assert getattr(SamplingParams(**{name: value}), name) == value
+
+
+def test_an_adaptive_rate_is_not_the_papers():
+    assert SpecPrefillConfig("auto").keep_rate == "auto"
+    assert SpecPrefillConfig("auto", min_keep_rate=0.5, max_keep_rate=0.5, max_entropy=0).max_entropy == 0.0
+    message = r"^keep_rate='auto' is not allowed: keep_rate must be a number in paper mode, whose budget is fixed$"
+    with pytest.raises(ArgumentError, match=message):
+        SpecPrefillConfig.paper("auto")
+    with pytest.raises(ArgumentError, match=message):
+        dataclasses.replace(SpecPrefillConfig("auto"), mode="paper")
 
 
 def test_frozen():
@@ -188,6 +205,7 @@ def test_flags_are_generated_from_the_fields():
         "--no-enabled",
     ]
     assert tyro.cli(SpecPrefillConfig, args=args) == SpecPrefillConfig(0.1, None, 0, 32, (2, 3), "paper", enabled=False)
+    assert tyro.cli(SpecPrefillConfig, args=["--keep-rate", "auto"]) == SpecPrefillConfig("auto")
     assert tyro.cli(SpecPrefillConfig, args=["--forced-spans", "0", "4", "8", "9"]).forced_spans == ((0, 4), (8, 9))
     sampling = tyro.cli(
         SamplingParams,

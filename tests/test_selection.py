@@ -185,7 +185,7 @@ def test_the_first_reason_counts():
     assert reasons == list(Reason)[1:7]
     assert [str(reason) for reason in Reason] == [
         "engaged", "disabled", "prompt_logprobs", "short_prompt", "nothing_to_drop", "forced_cover_budget",
-        "low_predicted_gain", "speculator_failed",
+        "low_predicted_gain", "information_dense", "speculator_failed",
     ]  # fmt: skip
 
 

@@ -74,8 +74,8 @@ class Engine:
             pair: the two models.
             config: the engine's limits.
             defaults: how prompts are read unless a request says otherwise; requests may ask for another keep rate,
-                mode, tail and so on, but only for this pool width and chunk size, and for this look-ahead or 1, since
-                everything else would have to be compiled.
+                mode, tail and so on, but only for this pool width, chunk size and query window, and for this look-ahead
+                or 1, since everything else would have to be compiled.
             model_name: what clients call the main model.
             model_root: where it came from; None: its name.
 
@@ -95,7 +95,8 @@ class Engine:
         self.max_model_len = min(config.max_model_len or context, context)
         if config.max_model_len is not None and config.max_model_len > context:
             raise argument_error("max_model_len", config.max_model_len, f"at most the main model's context, {context}")
-        self._look_aheads = (1, self.defaults.look_ahead or pair.default_look_ahead)
+        window = self.defaults.query_window
+        self._look_aheads = (1, 1 if window else self.defaults.look_ahead or pair.default_look_ahead)
         if self._look_aheads[1] > PAGE:
             raise argument_error("look_ahead", self._look_aheads[1], f"at most {PAGE} in the engine")
         tokens, draft_tokens = cache_sizes(main, draft, config, self.max_model_len)
@@ -110,6 +111,7 @@ class Engine:
             num_pages=pages,
             num_draft_pages=draft_pages,
             draft_tokens=config.draft_tokens,
+            window=window,
         )
         read, written = (costs.weight_bytes(m.config, m.dtype.itemsize) for m in (draft, main))
         self._step_cost = read / written
@@ -124,11 +126,13 @@ class Engine:
             chunk=config.prefill_chunk,
             draft_cost=share,
             cheap_tokens=FEW_ROWS if platform(main.mesh) == "cpu" else ACCELERATOR_FEW_ROWS,
+            window=window,
         )
         self._loop = Loop(
             self._runner,
             self._scheduler,
             self._plan,
+            lambda selection, config, whole_fits: pair.adapt(selection, config, whole_fits=whole_fits),
             memoised_selections=config.memoised_selections,
             begun=self._begun,
             ended=self._ended,
@@ -178,6 +182,7 @@ class Engine:
             speculator_layers=speculator_layers,
             kernels=kernels,
         )
+        _ = pair.predictor.rates  # measured before anything runs beside it, for the requests with a `ttft_budget_ms`
         report("load", 1, 1)
         root = os.fspath(main)
         name = model_name or os.path.basename(root.rstrip("/")) or root
@@ -315,7 +320,7 @@ class Engine:
             )
         if sampling.stop and self.tokenizer is None:
             raise ArgumentError("stop as text is not allowed: the model has no tokenizer, so give stop_token_ids")
-        for name in ("pool_width", "chunk_size"):
+        for name in ("pool_width", "chunk_size", "query_window"):
             served = getattr(self.defaults, name)
             if getattr(config, name) != served:
                 raise argument_error(name, getattr(config, name), f"{served}, which this engine was started with")
@@ -349,8 +354,9 @@ class Engine:
         stops = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stops.update(self._pair.main.config.eos_token_ids)
+        queries = None if config.query_window else look_ahead
         work = Work(
-            replace(request, config=replace(config, eos_token_ids=ends)),
+            replace(request, config=replace(config, look_ahead=queries, eos_token_ids=ends)),
             on_event,
             planned,
             sequence,
@@ -364,8 +370,10 @@ class Engine:
         return work
 
     def _plan(self, request: Request, tokens: int, look_ahead: int, cached: int) -> Plan:
+        window = request.config.query_window
+
         def gain(kept: int) -> float:
-            return self._pair.predicted_gain(tokens, look_ahead, kept, cached)
+            return self._pair.predictor.gain(tokens, look_ahead, kept, cached, query_window=window)
 
         return plan(
             tokens,
@@ -373,6 +381,7 @@ class Engine:
             generation_tail=request.generation_tail,
             needs_prompt_logprobs=request.prompt_logprobs is not None,
             predicted_gain=gain,
+            prediction=partial(self._pair.predictor.phases, tokens, look_ahead, query_window=window),
         )
 
     def _check_room(self, kept: int, limit: int) -> None:

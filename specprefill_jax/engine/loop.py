@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from specprefill_jax.config import SpecPrefillConfig
 from specprefill_jax.decode import TokenLogprobs
 from specprefill_jax.engine.request import Delta, FinishReason, Request
 from specprefill_jax.engine.runner import Chosen, Runner
@@ -46,6 +47,7 @@ class Loop:
         runner: Runner,
         scheduler: Scheduler,
         plan: Callable[[Request, int, int, int], Plan],
+        adapt: Callable[[Selection, SpecPrefillConfig, bool], Selection],
         *,
         memoised_selections: int,
         begun: Callable[[str], None],
@@ -57,11 +59,13 @@ class Loop:
             runner: the models.
             scheduler: of its caches.
             plan: from a request, its prompt's tokens, its look-ahead and the tokens that are in the cache to a plan.
+            adapt: from a selection, its settings and whether the prompt may be read whole to what its scores ask for.
             memoised_selections: selections to remember.
             begun: told of a request's id when the first of it is read.
             ended: told of it when it is over.
         """
         self._runner, self._scheduler, self._plan = runner, scheduler, plan
+        self._adapt = adapt
         self._memoised = memoised_selections
         self._begun, self._ended = begun, ended
         self.works: dict[str, Work] = {}
@@ -215,6 +219,7 @@ class Loop:
     def _begin_again(self, works: Sequence[Work]) -> None:
         for work in works:
             work.restarts += 1
+            work.step = None
         self._scheduler.start_over([work.sequence for work in works])
 
     def _propose_no_more(self, works: Sequence[Work], error: Exception) -> None:
@@ -240,8 +245,9 @@ class Loop:
     def _speculate(self, work: Work, piece: Speculate) -> None:
         sequence = piece.sequence
         tokens = work.known[piece.start : piece.start + piece.count]
-        step = self._runner.speculate(tokens, piece.start, sequence.draft_pages)
-        if sequence.phase is Phase.LOOK_AHEAD:
+        runner = self._runner
+        step = runner.speculate(tokens, piece.start, sequence.draft_pages, sequence.num_tokens, work.step)
+        if sequence.phase is Phase.LOOK_AHEAD or (runner.window and sequence.phase is Phase.SPECULATE):
             work.step = step
         if self._runner.eager:
             jax.block_until_ready(step.hidden)
@@ -296,9 +302,11 @@ class Loop:
             chunk_scores=scores,
             num_queries=count,
             look_ahead_tokens=[int(token) for token in tokens[:count]],
+            prompt=work.sequence.prompt,
         )
         try:
             selection.check()
+            selection = self._adapt(selection, work.request.config, self._fits_whole(work.sequence))
         except SpecPrefillError as error:
             self._failed([work], error, decoding=False)
             return
@@ -457,7 +465,7 @@ class Loop:
             ("cached_tokens", sequence.cached),
         ):
             self.counters[name] += count
-        if work.plan.engaged:
+        if work.selection is not None and work.selection.chunk_scores is not None:
             clock.count("speculate", sequence.num_tokens)
         clock.count("main_prefill", sequence.kept - sequence.cached)
         timings = clock.timings()

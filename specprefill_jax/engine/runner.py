@@ -20,11 +20,12 @@ from specprefill_jax.config import MAX_LOGPROBS
 from specprefill_jax.engine.scheduler import MAX_LOOK_AHEAD_ROWS
 from specprefill_jax.models.loaded import LoadedLlama, Step, Weights
 from specprefill_jax.models.paged import PAGE, PagedCache
+from specprefill_jax.prefill import later
 from specprefill_jax.sampling import SamplingArrays, mark_seen, sample, token_logprobs
 from specprefill_jax.scoring import score_and_choose
 from specprefill_jax.selection import Plan, num_chunks
 from specprefill_jax.speculative import check_proposals
-from specprefill_jax.speculator import LookAhead, Speculator
+from specprefill_jax.speculator import LookAhead, Speculator, window_queries
 
 LOGPROB_ROWS = 64
 """Prompt tokens whose logits exist at the same time."""
@@ -86,11 +87,16 @@ class Runner:
         num_pages: int,
         num_draft_pages: int,
         draft_tokens: int = 0,
+        window: int = 0,
     ):
-        """Allocate caches of `num_pages` and `num_draft_pages` pages, page 0 included; see `Engine` for the rest."""
+        """Allocate caches of `num_pages` and `num_draft_pages` pages, page 0 included; see `Engine` for the rest.
+
+        With a `window` prompts are scored by the queries of so many of their last tokens, and nobody looks ahead.
+        """
         self.main, self.speculator = main, speculator
         self.draft = speculator.model
         self.kernels = kernels
+        self.window = window
         self.max_running = max_running
         self.num_pages, self.num_draft_pages = num_pages, num_draft_pages
         self.width = -(-max_model_len // PAGE)
@@ -148,11 +154,21 @@ class Runner:
         put = self.main.put
         self.state = State(put(np.zeros(rows, np.int32)), put(np.zeros((rows, vocabulary), np.bool_)))
 
-    def speculate(self, tokens: np.ndarray, start: int, pages: Sequence[int]) -> Step:
-        """The speculator reads `tokens` [T] into the slots from `start` on, a multiple of PAGE, of these pages."""
-        step = self._read(self.draft, self.draft_cache, tokens, np.arange(start, start + len(tokens)), start, pages)
+    def speculate(self, tokens: np.ndarray, start: int, pages: Sequence[int], total: int, before: Step | None) -> Step:
+        """The speculator reads `tokens` [T] into the slots from `start` on, a multiple of PAGE, of these pages.
+
+        Of a prompt of `total` tokens; `before` is what its last piece left, which a window may begin in.
+        """
+        positions, count, first = (np.arange(start, start + len(tokens)), *np.array([[total], [start]], np.int32))
+        wanted = None
+        if self.window:
+            wanted = np.clip(total - start + np.arange(-self.window, 0), 0, len(tokens) - 1).astype(np.int32)[None]
+        step = self._read(self.draft, self.draft_cache, tokens, positions, start, pages, wanted=wanted)
         self.draft_cache = step.cache
-        return Step(step.hidden, step.queries, None)
+        last = step.hidden, step.queries
+        if self.window and before is not None:
+            last = later((before.hidden, before.queries), last, count, first, window=self.window)
+        return Step(*last, None)
 
     def look_ahead(
         self, steps: Sequence[Step], lengths: Sequence[int], pages: Sequence[Sequence[int]], ends: Any, count: int
@@ -163,6 +179,9 @@ class Runner:
         hidden, queries = self._join([(s.hidden, s.queries) for s in [*steps, *[steps[0]] * extra]])
         tables = self.draft.put(self._tables([*pages, *[()] * extra]))
         at = np.array([*lengths, *[0] * extra], np.int32)
+        if self.window:
+            found, generated, counted = window_queries(queries, at)
+            return LookAhead(found, None, generated, counted)
         step = Step(hidden, queries, self.draft_cache.of(tables))
         ahead = self.speculator.look_ahead(step, at, [*ends, *[()] * extra], count)
         self.draft_cache = ahead.cache
@@ -202,6 +221,7 @@ class Runner:
             pool_width=pool_width,
             chunk_size=chunk,
             kept_size=size,
+            window=self.window > 0,
             backend=self.kernels,
             mesh=self.draft.mesh,
         )
@@ -303,6 +323,7 @@ class Runner:
         pages: Sequence[int],
         *,
         every: bool = False,
+        wanted: np.ndarray | None = None,
     ) -> Step:
         count = len(tokens)
         length = _up(self.lengths_with_logprobs if every else self.lengths, count)
@@ -312,7 +333,8 @@ class Runner:
         table = np.zeros((1, self.width + length // PAGE), np.int32)
         table[0, : len(pages)] = pages
         put = model.put
-        first, last = np.full((1,), start, np.int32), np.full((1,), count - 1, np.int32)
+        first = np.full((1,), start, np.int32)
+        last = np.full((1,), count - 1, np.int32) if wanted is None else wanted
         return model.step(put(ids), put(at), cache.of(put(table)), put(first), put(last), every=every)
 
     def _tables(self, pages: Sequence[Sequence[int]]) -> np.ndarray:

@@ -181,6 +181,7 @@ class Scheduler:
         chunk: int,
         draft_cost: float,
         cheap_tokens: int,
+        window: int = 0,
     ):
         """Schedule over two caches.
 
@@ -191,11 +192,14 @@ class Scheduler:
             chunk: prompt tokens of a piece at most, a multiple of PAGE.
             draft_cost: what a token costs in the speculator, relative to the main model.
             cheap_tokens: tokens, proposals included, that one pass of the main model reads at the cost of a few.
+            window: a prompt's last tokens whose queries are wanted; 0: the last one's.
         """
         self.pages, self.draft_pages = pages, draft_pages
         self.chunk = chunk
         self.draft_cost = draft_cost
         self.cheap_tokens = cheap_tokens
+        self.read_anew = max(window, 1)
+        """Tokens at a prompt's end that the speculator reads whatever its cache holds: their queries are wanted."""
         self.sequences: dict[str, Sequence] = {}
         """By request id, in the order of arrival."""
         self._rows = list(range(max_running - 1, -1, -1))
@@ -435,8 +439,7 @@ class Scheduler:
     def _start_draft(self, sequence: Sequence) -> bool:
         """Take the speculator's pages for the prompt and the look-ahead."""
         need = -(-(sequence.num_tokens + sequence.look_ahead - 1) // PAGE)
-        # One token at least is read anew: its queries are wanted.
-        found = self.draft_pages.match(sequence.hashes[: (sequence.num_tokens - 1) // PAGE])
+        found = self.draft_pages.match(sequence.hashes[: max(sequence.num_tokens - self.read_anew, 0) // PAGE])
         rest = self._take_draft(need - len(found))
         if rest is None:
             self.draft_pages.release(found)

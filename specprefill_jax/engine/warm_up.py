@@ -43,7 +43,8 @@ def _jobs(runner: Runner, look_aheads: Sequence[int], pool_width: int, chunk_siz
     hidden: list[jax.Array] = []
 
     def speculate(length: int) -> Step:
-        steps[:] = [runner.speculate(np.zeros(length, np.int32), 0, ())]
+        before = steps[0] if steps else None
+        steps[:] = [runner.speculate(np.zeros(length, np.int32), 0, (), length, before)]
         return steps[0]
 
     def prefill(length: int) -> jax.Array:
@@ -53,6 +54,8 @@ def _jobs(runner: Runner, look_aheads: Sequence[int], pool_width: int, chunk_siz
     for length in runner.lengths:
         yield partial(prefill, length)
         yield partial(speculate, length)
+    if runner.window:  # a piece behind another, however few lengths there are
+        yield partial(speculate, runner.lengths[0])
     for length in runner.lengths_with_logprobs:
         zeros = np.zeros(length, np.int32)
         yield partial(runner.prefill_with_logprobs, zeros, zeros, 0, ())

@@ -59,9 +59,10 @@ class Step:
     """What one forward pass leaves behind."""
 
     hidden: jax.Array
-    """[B, E] float32 hidden state, after the last layer, of the token that was asked for in each row."""
+    """[B, E] float32 hidden state, after the last layer, of the token that was asked for in each row; or [B, W, E]."""
     queries: jax.Array | tuple[jax.Array, ...]
-    """L arrays [B, N, H], or one stacked [L, B, N, H]: that token's queries, after RoPE, as attention used them."""
+    """L arrays [B, N, H], or one stacked [L, B, N, H]: that token's queries, after RoPE, as attention used them; with a
+    further axis W behind B where W were asked for."""
     cache: Any
     """The cache that was given, `KVCache` or `PagedCache`, with the new tokens in it."""
 
@@ -169,7 +170,8 @@ class LoadedLlama:
             positions: [B, T] int32 positions in the prompt.
             cache: where keys and values go; slots below `start` are attended to.
             start: [B] int32, slot of each row's first token; start + T must not exceed the capacity.
-            row: [B] int32 in 0..T-1, the token of each row whose hidden state and queries are returned.
+            row: [B] int32 in 0..T-1, the token of each row whose hidden state and queries are returned, or [B, W] of
+                several.
             every: return the hidden states of all tokens, [B, T, E].
         """
         run = self.run if self.layerwise else self.scanned
@@ -411,7 +413,9 @@ def check_fits(mesh: Mesh, config: LlamaConfig) -> tuple[int, int]:
 
 
 def _take_row(x: jax.Array, row: jax.Array) -> jax.Array:
-    """[B, T, ...] -> [B, ...], the entry row[b] of each b."""
+    """[B, T, ...] -> [B, ...], the entry row[b] of each b; or [B, W, ...] for row [B, W]."""
+    if row.ndim == 2:
+        return jax.vmap(lambda xb, r: xb[r])(x, row)
     return jax.vmap(lambda xb, r: lax.dynamic_index_in_dim(xb, r, keepdims=False))(x, row)
 
 

@@ -1,5 +1,6 @@
 """The bodies of requests. Unknown fields are ignored, null is the same as absent, types are strict."""
 
+import contextlib
 import reprlib
 from typing import Annotated, Any, Literal, Self
 
@@ -13,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from specprefill_jax.config import MAX_LOGPROBS, MAX_STOP_STRINGS
+from specprefill_jax.config import MAX_LOGPROBS, MAX_STOP_STRINGS, KeepRate
 from specprefill_jax.server.errors import ApiError, invalid
 
 MAX_CHOICES = 128
@@ -73,6 +74,20 @@ def _check_content(value: object) -> str:
     return "\n".join(texts)
 
 
+def _check_keep_rate(value: object) -> KeepRate:
+    if value == "auto":
+        return "auto"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):
+            return float(value)
+    raise ValueError('a number or "auto" is needed')
+
+
+KeepRateField = Annotated[
+    KeepRate,
+    PlainValidator(_check_keep_rate),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"const": "auto"}]}),
+]
 Ids = Annotated[list[int], PlainValidator(_check_ids), WithJsonSchema({"type": "array", "items": _TOKEN_SCHEMA})]
 StopIds = Annotated[
     tuple[int, ...],
@@ -147,7 +162,7 @@ class SpecPrefillOptions(Body):
     model_config = ConfigDict(json_schema_extra={"additionalProperties": False})
 
     enabled: bool | None = None
-    keep_rate: float | None = None
+    keep_rate: KeepRateField | None = None
     look_ahead: int | None = None
     pool_width: int | None = None
     chunk_size: int | None = None
@@ -155,6 +170,12 @@ class SpecPrefillOptions(Body):
     tail_tokens: int | None = None
     min_prompt_tokens: int | None = None
     min_predicted_gain: float | None = None
+    importance_share: float | None = None
+    min_keep_rate: float | None = None
+    max_keep_rate: float | None = None
+    max_entropy: float | None = None
+    ttft_budget_ms: float | None = None
+    query_window: int | None = None
     draft_tokens: Annotated[int, Field(ge=0)] | None = None
     """Proposals a step of decoding, at most; no more than the engine makes."""
     map: bool = False

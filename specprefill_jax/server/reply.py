@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from specprefill_jax.config import KeepRate
 from specprefill_jax.decode import TokenLogprobs
 from specprefill_jax.engine.request import Delta, Finished
 from specprefill_jax.selection import Selection
@@ -34,7 +35,7 @@ def finite(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
 
 
-def what_was_read(end: Finished, requested: float, with_map: bool) -> dict[str, Any] | None:
+def what_was_read(end: Finished, requested: KeepRate, with_map: bool) -> dict[str, Any] | None:
     """The `specprefill` object of an answer; None where the prompt was not read to its end.
 
     Args:
@@ -57,6 +58,8 @@ def what_was_read(end: Finished, requested: float, with_map: bool) -> dict[str, 
         "kept_tokens": selection.num_kept,
         "cached_tokens": end.cached_tokens,
         "predicted_gain": selection.plan.predicted_gain,
+        "predicted_ttft_ms": selection.plan.predicted_ttft_ms,
+        "over_budget": selection.plan.over_budget,
         "proposed_tokens": end.proposed_tokens,
         "accepted_tokens": end.accepted_tokens,
         "timings": {name: round(value, 6) for name, value in seconds.items()},

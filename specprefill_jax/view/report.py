@@ -17,6 +17,7 @@ REASONS: Mapping[Reason, str] = MappingProxyType(
         Reason.NOTHING_TO_DROP: "the budget covers every chunk",
         Reason.FORCED_COVER_BUDGET: "what is always kept fills the budget",
         Reason.LOW_PREDICTED_GAIN: "the cost model predicts too little gain",
+        Reason.INFORMATION_DENSE: "all parts of the prompt matter alike",
         Reason.SPECULATOR_FAILED: "the speculator failed",
     }
 )

@@ -70,10 +70,10 @@ class Listener:
 class Bench:
     """An engine, and the same models alone."""
 
-    def __init__(self, mesh: Mesh | None, limits: EngineConfig, **options):
+    def __init__(self, mesh: Mesh | None, limits: EngineConfig, defaults: SpecPrefillConfig = SPARSE, **options):
         # Alone, prompts of all lengths are read by one program.
         self.pair = load_tiny(mesh=mesh, prefill_chunk=16, **options)
-        self.engine = Engine(self.pair, limits, defaults=SPARSE)
+        self.engine = Engine(self.pair, limits, defaults=defaults)
         self.reports: list[tuple[int, int]] = []
         self.engine.warm_up(lambda done, total: self.reports.append((done, total)))
         self.outputs: dict[tuple, Any] = {}

@@ -273,7 +273,7 @@ def test_a_speculator_that_fails_while_they_decode(either, monkeypatch, caplog, 
     do = fail if how == "fails" else lose(either.runner)
 
     def while_decoding(tap, args) -> bool:
-        return not any(either.engine._scheduler.in_phase(*READING_PROMPTS)) and (name == "propose" or len(args) == 3)
+        return not any(either.engine._scheduler.in_phase(*READING_PROMPTS))
 
     tap = Tap(monkeypatch, either.runner, name, at=while_decoding, do=once(do))
     with caplog.at_level(logging.WARNING):

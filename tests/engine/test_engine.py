@@ -184,6 +184,48 @@ def test_the_same_prompt_is_not_speculated_twice(bench, monkeypatch):
     bench.check(other)
 
 
+def test_each_prompt_keeps_what_its_scores_ask_for(bench, monkeypatch):
+    """Keep rate "auto": more of one prompt than of another, whole where all parts matter alike, and remembered."""
+    adaptive = replace(SPARSE, keep_rate="auto", max_entropy=1.0, max_keep_rate=0.9)
+    dense = replace(adaptive, max_entropy=0.0)
+    shares = [replace(adaptive, importance_share=share) for share in (0.05, 0.5, 0.8)]
+    listeners = bench.ask(*(bench.request(prompt_of(300), greedy(4), config) for config in (*shares, dense, dense)))
+    for listener in listeners:
+        bench.check(listener)
+    kept = [listener.finished.selection.num_kept for listener in listeners]
+    assert kept[0] < kept[1] < kept[2] < kept[3] == kept[4] == 300
+    reasons = [listener.finished.selection.reason for listener in listeners]
+    assert reasons == [*[Reason.ENGAGED] * 3, *[Reason.INFORMATION_DENSE] * 2]
+    assert [listener.finished.timings.tokens.get("speculate") for listener in listeners] == [300] * 5
+    # Where the cache could not hold it whole, as much is read as may be.
+    bench.forget()
+    monkeypatch.setattr(bench.runner, "num_pages", 10)
+    [part] = bench.ask(bench.request(prompt_of(300, 1), greedy(4), replace(dense, max_keep_rate=0.7)))
+    assert (part.finished.selection.reason, part.finished.selection.kept_chunks) == (Reason.ENGAGED, 7)
+
+
+def test_prompts_that_are_scored_by_their_own_last_tokens(scanned):
+    """The window lies in up to four pieces, or begins in pages that another prompt left; nobody looks ahead."""
+    config = replace(SPARSE, keep_rate=0.8, query_window=140)
+    before = scanned.compiled
+    bench = Bench(make_mesh(1), replace(LIMITS, max_running=2, max_model_len=256, cache_tokens=1024), config)
+    try:
+        shared = prompt_of(250, 50)
+        listeners = bench.ask(*(bench.request(shared[:count], greedy(3), config) for count in (130, 197, 64)))
+        listeners += bench.ask(bench.request(shared, greedy(3), config))
+        for listener, queries in zip(listeners, (130, 140, 0, 140), strict=True):
+            bench.check(listener)
+            selection = listener.finished.selection
+            assert selection.engaged == (queries > 0)
+            assert (selection.num_queries, selection.look_ahead_tokens) == (queries, [])
+        with pytest.raises(ValueError, match=r"query_window=0 .* 140, which this engine was started with"):
+            bench.submit(bench.request(shared, config=SPARSE))
+        bench.check_clean()
+    finally:
+        bench.engine.close()
+        scanned.elsewhere += scanned.compiled - before
+
+
 @pytest.mark.parametrize("what", ["cancelled", "failed"])
 def test_followers_of_a_selection_outlive_its_leader(bench, monkeypatch, what):
     prompt = prompt_of(300, 8 + (what == "failed"))
@@ -319,6 +361,7 @@ def test_a_prompt_for_which_the_speculator_has_no_room_is_read_whole(bench, monk
         ({"config": replace(SPARSE, pool_width=5)}, "pool_width"),
         ({"config": replace(SPARSE, chunk_size=16)}, "chunk_size"),
         ({"config": replace(SPARSE, look_ahead=4)}, "look_ahead=4 .* 1 or 8"),
+        ({"config": replace(SPARSE, query_window=16)}, "query_window=16 .* 0, which this engine was started with"),
         ({"sampling": greedy(3, stop="x")}, "stop"),
         ({"prompt": [1, 512]}, r"prompt\[1\]"),
         ({"prompt": []}, "prompt"),

@@ -75,8 +75,8 @@ def pool(row: np.ndarray, width: int) -> np.ndarray:
     return np.convolve(row, np.ones(width))[width // 2 : width // 2 + len(row)] / width
 
 
-def slow_pooled_maxima(keys, queries, num_tokens, size: int, width: int) -> np.ndarray:
-    """[B, Q, size], one row of one head at a time, of the values as they are given."""
+def slow_pooled_maxima(keys, queries, num_tokens, size: int, width: int, visible=None) -> np.ndarray:
+    """[B, Q, size], one row of one head at a time, of the values as they are given; `visible` [B, Q] keys, or all."""
     keys, queries = np.asarray(keys).astype(np.float64), np.asarray(queries).astype(np.float64)
     layers, batch, key_heads, _, dim = keys.shape
     _, _, count, heads, _ = queries.shape
@@ -86,9 +86,10 @@ def slow_pooled_maxima(keys, queries, num_tokens, size: int, width: int) -> np.n
             for head in range(heads):
                 key = keys[layer, prompt, head // (heads // key_heads), :tokens]
                 for q in range(count):
-                    logits = key @ queries[layer, prompt, q, head] / math.sqrt(dim)
+                    seen = tokens if visible is None else visible[prompt][q]
+                    logits = key[:seen] @ queries[layer, prompt, q, head] / math.sqrt(dim)
                     weights = np.exp(logits - logits.max())
-                    row = pool(weights / weights.sum(), width)
+                    row = pool(np.append(weights / weights.sum(), np.zeros(tokens - seen)), width)
                     out[prompt, q, :tokens] = np.maximum(out[prompt, q, :tokens], row)
     return out
 
@@ -102,10 +103,10 @@ def error(got, want) -> float:
     return float((np.abs(got - want) / allowed).max())
 
 
-def check_maxima(got, keys, queries, num_tokens, size: int, width: int) -> None:
+def check_maxima(got, keys, queries, num_tokens, size: int, width: int, visible=None) -> None:
     """`got` is what the slow version says, and nothing at all from each prompt's end on."""
     got = np.asarray(got)
-    want = slow_pooled_maxima(keys, queries, num_tokens, size, width)
+    want = slow_pooled_maxima(keys, queries, num_tokens, size, width, visible)
     assert got.dtype == np.float32
     assert got.shape == want.shape
     for prompt, count in enumerate(num_tokens):

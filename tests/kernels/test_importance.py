@@ -74,6 +74,26 @@ def test_every_length(width, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["three_heads_a_group", "most_queries", "large_heads_no_pool"])
+def test_each_query_sees_its_own_keys(name, backend):
+    """The last ones of a prompt, each up to itself, and any others: what lies past its own is as if it were not."""
+    shape = SHAPES[name]
+    keys, queries = shape.draw()
+    compute = jax.jit(functools.partial(pooled_maxima, size=shape.size, pool_width=shape.width, backend=backend))
+    rng = np.random.default_rng(3)
+    for num_tokens in ([shape.size, 1], [129, 117], [128, 6]):
+        causal = np.maximum(np.array(num_tokens)[:, None] + np.arange(1 - shape.queries, 1), 1)
+        drawn = np.stack([rng.integers(1, count + 1, shape.queries) for count in num_tokens])
+        for visible in (causal, drawn):
+            numbers = (jnp.asarray(num_tokens, jnp.int32), jnp.asarray(visible, jnp.int32))
+            got = compute(poisoned(keys, num_tokens), queries, numbers[0], visible=numbers[1])
+            check_maxima(got, keys, queries, num_tokens, shape.size, shape.width, visible)
+    every = np.repeat(np.array([[129], [117]]), shape.queries, axis=1)
+    got = compute(keys, queries, jnp.array([129, 117]), visible=jnp.asarray(every))
+    np.testing.assert_array_equal(got, run(backend, shape, keys, queries, [129, 117]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("size", "width"), [(1, 13), (129, 3)])
 def test_small_sizes(size, width, backend):
     """Results shorter than a block or than the pool is wide; keys have more slots than the result."""

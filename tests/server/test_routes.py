@@ -158,6 +158,13 @@ class TestSpecPrefill:
     def test_omlx_443_every_setting_reaches_the_engine(self, ask, engine):
         given = {"keep_rate": 0.2, "look_ahead": 3, "pool_width": 5, "chunk_size": 16, "mode": "paper"}
         given |= {"tail_tokens": 5, "min_prompt_tokens": 1, "min_predicted_gain": 2, "enabled": False}
+        given |= {
+            "importance_share": 0.7,
+            "min_keep_rate": 0.1,
+            "max_keep_rate": 0.9,
+            "max_entropy": 1,
+            "ttft_budget_ms": 5,
+        }
         ask(extra_body={"specprefill": given})
         config = engine.submitted[0].config
         assert {name: getattr(config, name) for name in given} == given
@@ -167,6 +174,11 @@ class TestSpecPrefill:
         told = ask(extra_body={"specprefill": {"draft_tokens": 2}})["specprefill"]
         assert engine.submitted[0].draft_tokens == 2
         assert (told["proposed_tokens"], told["accepted_tokens"]) == (12, 9)
+
+    def test_an_adaptive_keep_rate_reaches_the_engine_and_is_reported(self, ask, engine):
+        told = ask(extra_body={"specprefill": {"keep_rate": "auto"}})["specprefill"]
+        assert engine.submitted[0].config.keep_rate == told["requested_keep_rate"] == "auto"
+        assert told["keep_rate"] == told["kept_tokens"] / told["num_tokens"]
 
     @pytest.mark.parametrize(
         ("given", "reason"),

@@ -78,7 +78,7 @@ def check_meshes():
 
     free, two = load_tiny(), load_tiny(mesh=jax.make_mesh((2,), ("tensor",), devices=jax.devices()[4:6]))
     assert free.main.mesh.size == free.speculator.model.mesh.size == 8
-    assert two.predicted_gain(3000, 8, 900) == free.predicted_gain(3000, 8, 900), (
+    assert two.predictor.gain(3000, 8, 900) == free.predictor.gain(3000, 8, 900), (
         "copies of heads are no work of the model's"
     )
     g = next(np.load(case) for case in goldens() if case.stem == CASES[0])

@@ -27,6 +27,7 @@ def pooled_maxima(
     *,
     size: int,
     pool_width: int,
+    visible: jax.Array | None = None,
     backend: Backend | str | None = None,
     mesh: Mesh | None = None,
 ) -> jax.Array:
@@ -39,6 +40,7 @@ def pooled_maxima(
         num_tokens: [B] int32, M of each prompt, 1 to `size`.
         size: prompt slots to look at, at most S (static).
         pool_width: odd, or 0 for no pooling (static).
+        visible: [B, Q] int32, keys that each query attends to, the first so many, 1 to num_tokens[b]. None: all.
         backend: implementation; None: the one for the platform. What it does not support, the reference computes.
         mesh: devices among which the heads are split, keys over K and queries over N along the axis `tensor`: each
             takes the maximum over its own, then one max-reduce; no key moves. Rows are split along `data`, where the
@@ -53,15 +55,16 @@ def pooled_maxima(
     keys, queries, num_tokens = (jnp.asarray(x) for x in (keys, queries, num_tokens))
     chosen = choose_backend(backend, mesh)
     compute = partial(run, reference.pooled_maxima, chosen, size=size, pool_width=pool_width)
+    numbers = (num_tokens,) if visible is None else (num_tokens, jnp.asarray(visible, jnp.int32))
     if mesh is None:
-        return compute(keys, queries, num_tokens)
+        return compute(keys, queries, *numbers)
 
-    def local(keys: jax.Array, queries: jax.Array, num_tokens: jax.Array) -> jax.Array:
-        most = compute(keys, queries, num_tokens)
+    def local(keys: jax.Array, queries: jax.Array, *numbers: jax.Array) -> jax.Array:
+        most = compute(keys, queries, *numbers)
         # Infinity survives every maximum; what a collective makes of a NaN is its own affair.
         return lax.pmax(jnp.where(jnp.isnan(most), jnp.inf, most), TENSOR)
 
     rows = DATA if len(num_tokens) % mesh.shape.get(DATA, len(num_tokens) + 1) == 0 else None
-    heads = (P(None, rows, TENSOR), P(None, rows, None, TENSOR), P(rows))
+    heads = (P(None, rows, TENSOR), P(None, rows, None, TENSOR), *[P(rows)] * len(numbers))
     shared = jax.shard_map(local, mesh=mesh, in_specs=heads, out_specs=P(rows), check_vma=False)
-    return shared(keys, queries, num_tokens)
+    return shared(keys, queries, *numbers)

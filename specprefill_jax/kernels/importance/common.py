@@ -36,6 +36,14 @@ def query_tiles(queries: jax.Array, kv_heads: int, *, group: int, count: int, wi
     return x.transpose(0, 1, 4, 2, 5, 3, 6).reshape(layers, batch, kv_heads, tiles, group * count, width)
 
 
+def visible_rows(visible: jax.Array, *, tiles: int, group: int, count: int) -> jax.Array:
+    """Keys that each row of `query_tiles` attends to: [B, Q] -> int32 [B, tiles, group * count]."""
+    batch, total = visible.shape
+    x = jnp.pad(visible.astype(jnp.int32), ((0, 0), (0, tiles * count - total)), mode="edge")
+    x = jnp.broadcast_to(x.reshape(batch, tiles, 1, count), (batch, tiles, group, count))
+    return x.reshape(batch, tiles, group * count)
+
+
 def merge(most: jax.Array, total: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
     """Maxima, and sums of 2**((s - maximum) * scale), of parts (axis 0) -> maximum and 1 / sum of all of them.
 

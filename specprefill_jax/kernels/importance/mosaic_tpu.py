@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from specprefill_jax.kernels.backend import Unsupported
-from specprefill_jax.kernels.importance.common import LOG2_E, poison, query_tiles
+from specprefill_jax.kernels.importance.common import LOG2_E, poison, query_tiles, visible_rows
 from specprefill_jax.kernels.importance.reference import shown
 
 EDGE = 64
@@ -29,6 +29,7 @@ def pooled_maxima(
     keys: jax.Array,
     queries: jax.Array,
     num_tokens: jax.Array,
+    visible: jax.Array | None = None,
     *,
     size: int,
     pool_width: int,
@@ -91,28 +92,32 @@ def pooled_maxima(
     def after(column, tokens):
         return jnp.minimum((here(column, tokens) + 1) * (tile // EDGE), -(-slots // EDGE) - 1)
 
+    # [B, 1, rows] -> [B, rows, 1]: one limit a row, of all layers and heads
+    limits = () if visible is None else (visible_rows(visible, tiles=1, group=group, count=count).swapaxes(1, 2),)
+    limit_specs = [pl.BlockSpec((None, rows, 1), lambda b, *_: (b, 0, 0))] * len(limits)
     statistics = spec((rows, 1), whole, 1, 2)
     top, inverse = pl.pallas_call(
         partial(_statistics, **shared),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, pairs, tiles),
-            in_specs=[spec((rows, head_size), whole, 1, 2), spec((tile, head_size), here, 1, 2)],
+            in_specs=[*limit_specs, spec((rows, head_size), whole, 1, 2), spec((tile, head_size), here, 1, 2)],
             out_specs=(statistics, statistics),
         ),
         out_shape=(jax.ShapeDtypeStruct((layers, batch, kv_heads, rows, 1), jnp.float32),) * 2,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=interpret,
         name="importance_statistics",
-    )(num_tokens, q, keys)
+    )(num_tokens, *limits, q, keys)
 
     where = [here] if not edge else [before, here, after]
     maxima = pl.pallas_call(
-        partial(_maxima, **shared, edge=edge, halo=halo, group=group, last=pairs - 1),
+        partial(_maxima, **shared, limited=bool(limits), edge=edge, halo=halo, group=group, last=pairs - 1),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, tiles, pairs),
             in_specs=[
+                *limit_specs,
                 spec((rows, head_size), whole, 2, 1),
                 *[spec((rows, 1), whole, 2, 1)] * 2,
                 *(spec((tile if at is here else edge, head_size), at, 2, 1) for at in where),
@@ -123,12 +128,13 @@ def pooled_maxima(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=interpret,
         name="importance_pooled_maxima",
-    )(num_tokens, q, top, inverse, *[keys] * len(where))
+    )(num_tokens, *limits, q, top, inverse, *[keys] * len(where))
     return poison(maxima[:, :total, :size], inverse)
 
 
-def _statistics(tokens_ref, q_ref, k_ref, most_ref, inverse_ref, *, tile, scale, dot):
+def _statistics(tokens_ref, *refs, tile, scale, dot):
     """Maximum, and 1 / sum of 2**((s - maximum) * scale), over the prompt, for each row of one layer and key head."""
+    *limits_ref, q_ref, k_ref, most_ref, inverse_ref = refs
     column = pl.program_id(2)
     tokens = tokens_ref[pl.program_id(0)]
 
@@ -141,7 +147,7 @@ def _statistics(tokens_ref, q_ref, k_ref, most_ref, inverse_ref, *, tile, scale,
     def _():
         s = shown(dot(q_ref[...], k_ref[...]))
         slot = column * tile + lax.broadcasted_iota(jnp.int32, s.shape, 1)
-        s = jnp.where(slot < tokens, s, -jnp.inf)
+        s = jnp.where(slot < (limits_ref[0][...] if limits_ref else tokens), s, -jnp.inf)
         most = jnp.maximum(most_ref[...], s.max(axis=1, keepdims=True))
         total = jnp.exp2((s - most) * scale).sum(axis=1, keepdims=True)
         inverse_ref[...] = inverse_ref[...] * jnp.exp2((most_ref[...] - most) * scale) + total
@@ -152,9 +158,10 @@ def _statistics(tokens_ref, q_ref, k_ref, most_ref, inverse_ref, *, tile, scale,
         inverse_ref[...] = 1 / inverse_ref[...]
 
 
-def _maxima(tokens_ref, q_ref, most_ref, inverse_ref, *refs, tile, scale, dot, edge, halo, group, last):
+def _maxima(tokens_ref, *refs, tile, scale, dot, limited, edge, halo, group, last):
     """Maximum over the layers and heads so far of the pooled probabilities of one tile of tokens."""
-    *k_refs, out_ref = refs
+    limit_ref, refs = (refs[0], refs[1:]) if limited else (None, refs)
+    q_ref, most_ref, inverse_ref, *k_refs, out_ref = refs
     pair = pl.program_id(2)
     first = pl.program_id(1) * tile
     tokens = tokens_ref[pl.program_id(0)]
@@ -167,7 +174,8 @@ def _maxima(tokens_ref, q_ref, most_ref, inverse_ref, *refs, tile, scale, dot, e
     def _():
         s = dot(q_ref[...], jnp.concatenate([ref[...] for ref in k_refs], axis=0))
         slot = first - edge + lax.broadcasted_iota(jnp.int32, s.shape, 1)
-        p = jnp.where((slot >= 0) & (slot < tokens), jnp.exp2((s - most_ref[...]) * scale) * inverse_ref[...], 0)
+        limit = tokens if limit_ref is None else limit_ref[...]
+        p = jnp.where((slot >= 0) & (slot < limit), jnp.exp2((s - most_ref[...]) * scale) * inverse_ref[...], 0)
         if halo:
             p = _window_sums(p, 2 * halo + 1, edge - halo)[:, :tile]
         count = out_ref.shape[0]

@@ -8,7 +8,13 @@ from jax import lax
 
 
 def pooled_maxima(
-    keys: jax.Array, queries: jax.Array, num_tokens: jax.Array, *, size: int, pool_width: int
+    keys: jax.Array,
+    queries: jax.Array,
+    num_tokens: jax.Array,
+    visible: jax.Array | None = None,
+    *,
+    size: int,
+    pool_width: int,
 ) -> jax.Array:
     """As `kernels.importance.pooled_maxima`: one head's scores at a time, so O(Q*S) memory and never [L*N, Q, S]."""
     layers, batch, kv_heads, _, width = keys.shape
@@ -18,6 +24,8 @@ def pooled_maxima(
 
     def row(b: jax.Array) -> jax.Array:
         real = jnp.arange(size) < num_tokens[b]
+        # [size], or [Q, size]
+        attended = real if visible is None else jnp.arange(size) < visible[b][:, None]
 
         def head(i: jax.Array, most: jax.Array) -> jax.Array:
             layer, n = i // heads, i % heads
@@ -30,7 +38,7 @@ def pooled_maxima(
                 (((1,), (1,)), ((), ())),
                 precision=lax.Precision.HIGHEST,
             )
-            s = jnp.where(real, shown(s) * scale, -jnp.inf)
+            s = jnp.where(attended, shown(s) * scale, -jnp.inf)
             p = jnp.exp(s - s.max(axis=1, keepdims=True))
             p = p / p.sum(axis=1, keepdims=True)
             return jnp.maximum(most, average_pool(p, pool_width))

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from specprefill_jax.kernels.backend import Unsupported
-from specprefill_jax.kernels.importance.common import LOG2_E, merge, next_power, poison, query_tiles
+from specprefill_jax.kernels.importance.common import LOG2_E, merge, next_power, poison, query_tiles, visible_rows
 from specprefill_jax.kernels.importance.reference import shown
 
 PROGRAMS = 4 * 132
@@ -72,6 +72,7 @@ def pooled_maxima(
     keys: jax.Array,
     queries: jax.Array,
     num_tokens: jax.Array,
+    visible: jax.Array | None = None,
     *,
     size: int,
     pool_width: int,
@@ -102,6 +103,7 @@ def pooled_maxima(
     q = query_tiles(queries.astype(keys.dtype), kv_heads, group=group, count=count, width=width)
     tiles = q.shape[3]
     num_tokens = num_tokens.astype(jnp.int32)
+    limits = () if visible is None else (visible_rows(visible, tiles=tiles, group=group, count=count),)
     # Products of half-precision numbers are exact in float32; float32 needs its own multiplier.
     dot = partial(
         lax.dot_general,
@@ -128,7 +130,7 @@ def pooled_maxima(
         compiler_params=plgpu.CompilerParams(num_warps=one.warps, num_stages=one.stages),
         interpret=interpret,
         name="importance_statistics",
-    )(num_tokens, q, keys)
+    )(num_tokens, *limits, q, keys)
     top, inverse = merge(most, sums, scale)
 
     step = two.keys - 2 * halo
@@ -141,7 +143,7 @@ def pooled_maxima(
         compiler_params=plgpu.CompilerParams(num_warps=two.warps, num_stages=two.stages),
         interpret=interpret,
         name="importance_pooled_maxima",
-    )(num_tokens, q, top, inverse, keys)
+    )(num_tokens, *limits, q, top, inverse, keys)
     # [parts, B, tiles, Q / tiles, columns, block] -> [B, Q, size]
     maxima = maxima[..., :step].max(axis=0).reshape(batch, tiles * count, columns * step)[:, :total, :size]
     return poison(maxima, inverse)
@@ -155,13 +157,13 @@ def _keys(ref, at: tuple, slot: jax.Array, head_size: int, width: int) -> jax.Ar
     return plgpu.load(ref.at[*at, slot[:, None], jnp.minimum(column, head_size - 1)], mask=column < head_size, other=0)
 
 
-def _statistics(
-    tokens_ref, q_ref, k_ref, most_ref, sum_ref, *, block, parts, head_size, slots, kv_heads, tiles, scale, dot
-):
+def _statistics(tokens_ref, *refs, block, parts, head_size, slots, kv_heads, tiles, scale, dot):
     """Maximum, and sum of 2**((s - maximum) * scale), of each row over one part of the prompt's keys."""
+    *limits_ref, q_ref, k_ref, most_ref, sum_ref = refs
     part, pair, at = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     layer, head, prompt, tile = pair // kv_heads, pair % kv_heads, at // tiles, at % tiles
     tokens = tokens_ref[prompt]
+    limit = limits_ref[0][prompt, tile, :][:, None] if limits_ref else tokens
     q = q_ref[layer, prompt, head, tile, :, :]
     steps = pl.cdiv(tokens, block)
     share = pl.cdiv(steps, parts)
@@ -172,7 +174,7 @@ def _statistics(
         k = _keys(k_ref, (layer, prompt, head), jnp.minimum(slot, slots - 1), head_size, q.shape[1])
         # [rows, block]
         s = shown(dot(q, k, (((1,), (1,)), ((), ()))))
-        s = jnp.where(slot[None, :] < tokens, s, -jnp.inf)
+        s = jnp.where(slot[None, :] < limit, s, -jnp.inf)
         top = jnp.maximum(most, s.max(axis=1))
         return top, total * jnp.exp2((most - top) * scale) + jnp.exp2((s - top[:, None]) * scale).sum(axis=1)
 
@@ -185,12 +187,7 @@ def _statistics(
 
 def _maxima(
     tokens_ref,
-    q_ref,
-    most_ref,
-    inverse_ref,
-    k_ref,
-    out_ref,
-    *,
+    *refs,
     block,
     parts,
     halo,
@@ -204,12 +201,14 @@ def _maxima(
     dot,
 ):
     """Maximum over one part of the (layer, key head) pairs of the pooled probabilities of one tile of tokens."""
+    *limits_ref, q_ref, most_ref, inverse_ref, k_ref, out_ref = refs
     column, part, at = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     prompt, tile = at // tiles, at % tiles
     tokens = tokens_ref[prompt]
+    limit = limits_ref[0][prompt, tile, :][:, None] if limits_ref else tokens
     first = column * (block - 2 * halo)
     slot = first - halo + jnp.arange(block, dtype=jnp.int32)
-    real = ((slot >= 0) & (slot < tokens))[None, :]
+    real = (slot >= 0)[None, :] & (slot[None, :] < limit)
     slot = jnp.clip(slot, 0, slots - 1)
     rows, width = q_ref.shape[-2:]
     if halo:

@@ -21,6 +21,7 @@
     nothing_to_drop: "the budget covers every chunk",
     forced_cover_budget: "what is always kept fills the budget",
     low_predicted_gain: "the cost model predicts too little gain",
+    information_dense: "all parts of the prompt matter alike",
     speculator_failed: "the speculator failed",
   };
   const PHASES = {
