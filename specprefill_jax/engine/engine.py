@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specprefill_jax import costs
-from specprefill_jax.config import SpecPrefillConfig
+from specprefill_jax.config import SpecPrefillConfig, check_integer
 from specprefill_jax.engine.blocks import BlockManager
 from specprefill_jax.engine.loop import Loop
 from specprefill_jax.engine.request import (
@@ -348,8 +348,10 @@ class Engine:
             planned.max_kept_tokens,
             share=request.prompt_logprobs is None,
         )
-        most = self.config.draft_tokens if request.draft_tokens is None else request.draft_tokens
-        acceptance = Acceptance(min(most, self.config.draft_tokens), self._step_cost)
+        most = self.config.draft_tokens
+        if request.draft_tokens is not None:
+            most = min(most, check_integer("draft_tokens", request.draft_tokens, 0))
+        acceptance = Acceptance(most, self._step_cost)
         sequence.draft_tokens = acceptance.next_count()
         stops = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:

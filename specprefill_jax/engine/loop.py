@@ -1,7 +1,8 @@
 """The engine's rounds: what its one thread does with the models.
 
-A round is enqueued before the results of the one before it are read, so that devices never wait for Python. Where
-enqueuing takes as long as running (layerwise models, on CPUs), results are read at once instead.
+A round is enqueued before the results of the one before it are read, so that devices never wait for Python; but how
+many proposals were right is read at once, since the next round hangs on it. Where enqueuing takes as long as running
+(layerwise models, on CPUs), all results are read at once.
 """
 
 import logging

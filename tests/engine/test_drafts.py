@@ -327,6 +327,8 @@ def test_requests_may_ask_for_fewer_and_no_more(bench):
     assert many.finished.proposed_tokens > 0
     for listener in (few, none, many):
         bench.check(listener)
+    with pytest.raises(ValueError, match="draft_tokens=-1 is not allowed"):
+        bench.submit(bench.request(prompt_of(60), draft_tokens=-1))
 
 
 @pytest.mark.parametrize("bad", [-1, 17, 1.5, True])
