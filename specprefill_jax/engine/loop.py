@@ -199,6 +199,7 @@ class Loop:
         again = list(self.works.values()) if lost else victims
         for work in again:
             work.restarts += 1
+            work.step = None
         # Even where nobody begins again: pages were published as soon as it was planned to fill them.
         self._scheduler.start_over([work.sequence for work in again])
 
