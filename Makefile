@@ -15,9 +15,9 @@ SERVE_ARGS ?=
 # The interpreter for the peer's environment, which is not ours.
 PEER_PYTHON ?= python3.11
 # The set-up that all the goals together want: with make -j, nothing runs in .venv while pip still changes it.
-READY := $(STAMPS)/$(if $(filter test-ray,$(MAKECMDGOALS)),ray,$(if $(filter setup lint format,$(MAKECMDGOALS)),dev,$(if $(filter test test-real test-browser,$(MAKECMDGOALS)),test,base)))
+READY := $(STAMPS)/$(if $(filter test-ray,$(MAKECMDGOALS)),ray,$(if $(filter test-lm-eval,$(MAKECMDGOALS)),lm-eval,$(if $(filter setup lint format,$(MAKECMDGOALS)),dev,$(if $(filter test test-real test-browser,$(MAKECMDGOALS)),test,base))))
 
-.PHONY: help setup demo serve test test-real test-browser test-ray lint format bench roofline aot peer clean distclean
+.PHONY: help setup demo serve test test-real test-browser test-ray test-lm-eval lint format bench roofline aot peer clean distclean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -33,7 +33,7 @@ serve: $(STAMPS)/serve  ## serve the demo's pair at http://127.0.0.1:8000 (SERVE
 test: $(READY)  ## run the tests (PYTEST_ARGS="-k name" to choose)
 	@$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
 
-test-real: $(READY)  ## SmolLM2-135M against its goldens; fetches the built-in model where it is not there yet
+test-real: $(READY)  ## SmolLM2-135M against its goldens, and 200 answers that must not be empty; fetches the built-in model where it is not there yet
 	@SPECPREFILL_JAX_CACHE="$${SPECPREFILL_JAX_CACHE:-$${XDG_CACHE_HOME:-$$HOME/.cache}}" $(PY) -m pytest -m real tests/test_real_model.py
 
 test-browser: $(READY)  ## the server's page in a headless Chromium, which must be there (or CHROMIUM=path)
@@ -41,6 +41,9 @@ test-browser: $(READY)  ## the server's page in a headless Chromium, which must 
 
 test-ray: $(READY)  ## replicas on a Ray cluster of this machine; installs Ray, a large download, and takes a minute or two
 	@$(PY) -m pytest -m ray tests/server/test_ray.py $(PYTEST_ARGS)
+
+test-lm-eval: $(READY)  ## short tasks through lm-eval on data of their own; installs lm-eval, a large download
+	@$(PY) -m pytest -m lm_eval tests/evals/test_lm_eval.py $(PYTEST_ARGS)
 
 lint: $(READY)  ## ruff, format check, mypy
 	@$(PY) -m ruff check specprefill_jax scripts tests
@@ -110,6 +113,12 @@ $(STAMPS)/dev: $(STAMPS)/test
 $(STAMPS)/ray: $(STAMPS)/$(if $(filter setup lint format,$(MAKECMDGOALS)),dev,test)
 	@echo "Installing Ray. This is a large download."
 	@$(call install,$(PY),--editable '.[ray]')
+	@touch $@
+
+# After Ray where both are wanted (make -j).
+$(STAMPS)/lm-eval: $(STAMPS)/$(if $(filter test-ray,$(MAKECMDGOALS)),ray,$(if $(filter setup lint format,$(MAKECMDGOALS)),dev,test))
+	@echo "Installing lm-eval. This is a large download."
+	@$(call install,$(PY),--editable '.[lm-eval]')
 	@touch $@
 
 build/aot/.stamp: pyproject.toml

@@ -3,10 +3,11 @@
     python scripts/bench_load.py
 
 Writes a sharded bfloat16 checkpoint of about 3 GB into a temporary folder, reads its files once as they are, then
-loads it; both from the disk (the kernel is told to forget the files), then both from the page cache. In a process of
-its own, so that the peak is the loader's. Linux only.
+loads it; both from the disk (the kernel is told to forget the files), then both from the page cache. Then the same of
+its conversion to Orbax. In a process of its own, so that the peak is the loader's. Linux only.
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -25,6 +26,7 @@ from specprefill_jax.config import check_integer
 from specprefill_jax.errors import ArgumentError
 from specprefill_jax.machine import describe
 from specprefill_jax.models.config import LlamaConfig, RopeConfig
+from specprefill_jax.models.convert import convert
 from specprefill_jax.models.weights import expected_shapes
 
 LAYER_BYTES = 122e6
@@ -94,9 +96,10 @@ def write(folder: Path, model: LlamaConfig, most: int = 500_000_000) -> int:
 
 def measure(args: Args, folder: Path) -> dict[str, float]:
     """Seconds to read the files and to load them, and peak memory, of one process."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
 
     def forget() -> None:
-        for path in folder.glob("*.safetensors"):
+        for path in files:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -113,7 +116,7 @@ def measure(args: Args, folder: Path) -> dict[str, float]:
 
     def read() -> float:
         start = time.perf_counter()
-        for path in sorted(folder.glob("*.safetensors")):
+        for path in files:
             with path.open("rb", buffering=0) as file:
                 while file.readinto(buffer):
                     pass
@@ -157,20 +160,26 @@ def main(args: Args) -> None:
     model = config(args.gigabytes)
     largest = 2 * max(int(np.prod(shape)) for shape in expected_shapes(model).values())
     with tempfile.TemporaryDirectory() as name:
-        total = write(Path(name), model)
-        command = [sys.executable, __file__, "--folder", name, "--devices", str(args.devices)]
+        folders = {"safetensors": Path(name, "source"), "orbax": Path(name, "orbax")}
+        folders["safetensors"].mkdir()
+        total = write(folders["safetensors"], model)
+        convert(folders["safetensors"], folders["orbax"])
+        command = [sys.executable, __file__, "--devices", str(args.devices), "--folder"]
         flags = f"--xla_force_host_platform_device_count={args.devices}"
         # The devices' memory is glibc's here, which would keep some of what is freed: 0.2 to 1 GB of it, by chance.
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "MALLOC_MMAP_THRESHOLD_": "1000000"}
         rows = []
         for _ in range(args.rounds):
-            for where in ([], ["--warm"]):
-                done = subprocess.run([*command, *where], env=env, capture_output=True, text=True, check=True)
-                rows.append(json.loads(done.stdout))
+            for (kind, folder), where in itertools.product(folders.items(), ([], ["--warm"])):
+                done = subprocess.run(
+                    [*command, str(folder), *where], env=env, stdout=subprocess.PIPE, text=True, check=True
+                )
+                rows.append({"format": kind, **json.loads(done.stdout)})
     console = Console()
     for row in rows:
+        source = f"{row['format']} {'in the page cache' if row['warm'] else 'on disk'}"
         console.print(
-            f"{total / 1e9:.2f} GB on {args.devices} devices from {'the page cache' if row['warm'] else 'disk'}: "
+            f"{total / 1e9:.2f} GB of {source} to {args.devices} devices: "
             f"read {row['read_s']:.2f} s, loaded {row['load_s']:.2f} s ({row['load_s'] / row['read_s']:.2f}x); "
             f"peak {row['peak_bytes'] / 1e9:.2f} GB, the model's own bytes and "
             f"{(row['peak_bytes'] - row['model_bytes']) / largest:.2f} of its largest tensor"

@@ -11,6 +11,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import tyro
@@ -58,8 +59,8 @@ def main(args: Args) -> None:
         return rng.integers(0, model.main.config.vocab_size, count).astype(np.int32)
 
     def speed(draft_tokens: int, propose: Any) -> tuple[float, list[int], int, int]:
-        Drafts.propose = propose  # type: ignore[method-assign]
-        out = model.generate(ids, sampling, config, draft_tokens=draft_tokens)
+        with mock.patch.object(Drafts, "propose", propose):
+            out = model.generate(ids, sampling, config, draft_tokens=draft_tokens)
         return (args.answer - 1) / out.timings.decode, out.token_ids, out.accepted_tokens, out.proposed_tokens
 
     settings = [(k, propose) for propose in (right, wrong) for k in args.draft_tokens]

@@ -11,33 +11,20 @@ scripts/report.py turns the results into tables.
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 
 from specprefill_jax.command_line import parse
 from specprefill_jax.errors import SpecPrefillError
+from specprefill_jax.evals.benchmarks import LongBenchArgs
 from specprefill_jax.evals.command import RunArgs, execute
-from specprefill_jax.evals.longbench import DATASETS, count_samples, read_benchmark, read_samples
-from specprefill_jax.evals.samples import Sample
-from specprefill_jax.pipeline import SpecPrefill
 
 
 @dataclass
-class Args(RunArgs):
+class Args(LongBenchArgs, RunArgs):
     """Run LongBench."""
-
-    benchmark_dir: Path = Path("LongBench/config")
-    """Folder with the benchmark's dataset2prompt.json and dataset2maxlen.json."""
-    data_dir: Path = Path("LongBench/data")
-    """Folder with <dataset>.jsonl, or <dataset>_e.jsonl."""
-    datasets: tuple[str, ...] = tuple(DATASETS)
-    max_length: int | None = None
-    """Prompts of more tokens lose their middle; None: none does."""
-    chat: bool = True
-    """Put prompts into the chat template, but for the datasets that are asked without."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,24 +32,8 @@ def main(argv: Sequence[str]) -> int:
     console = Console(stderr=True)
     try:
         args = parse(Args, argv, "eval_longbench.py")
-        benchmark = read_benchmark(args.benchmark_dir)
-
-        count = count_samples(args.data_dir, benchmark, args.datasets, limit=args.limit)
-
-        def samples(model: SpecPrefill) -> tuple[Iterable[Sample], int]:
-            found = read_samples(
-                args.data_dir,
-                benchmark,
-                args.datasets,
-                model.tokenizer,
-                max_length=args.max_length,
-                limit=args.limit,
-                chat=args.chat,
-            )
-            return found, count
-
         about = {"max_length": args.max_length, "chat": args.chat}
-        counts, path = execute(args, "longbench", samples, about)
+        counts, path = execute(args, "longbench", args.ways, args.longbench(args.limit), about)
     except SpecPrefillError as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         return 2

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from specprefill_jax.command_line import parse
 from specprefill_jax.errors import argument_error
-from specprefill_jax.evals.ruler import TASKS, Sources, generate, prompting
+from specprefill_jax.evals.ruler import TASKS, Sources, check_tasks, generate, prompting
 from specprefill_jax.view.spans import visible
 
 if TYPE_CHECKING:
@@ -74,10 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def ruler_rows(options: Options) -> None:
     """Write the files as `options` say, with a bar."""
     sources = Sources(options.essays_dir, options.data_dir)
-    for task in options.tasks:
-        if task not in TASKS:
-            raise argument_error("tasks", task, f"one or more of {', '.join(TASKS)}")
-        TASKS[task].maker(1, sources)  # what is missing is told before anything is made
+    check_tasks(options.tasks, sources)
     tokenizer = open_tokenizer(options.model)
     label, counts = TextColumn("{task.description}"), MofNCompleteColumn()
     columns = (label, BarColumn(), counts, TimeElapsedColumn(), TimeRemainingColumn())

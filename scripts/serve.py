@@ -13,7 +13,6 @@ Exit status: 0 after a shutdown, 1 when loading failed unexpectedly, 2 for bad i
 import asyncio
 import contextlib
 import functools
-import ipaddress
 import logging
 import os
 import signal
@@ -22,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import tyro
@@ -30,65 +29,23 @@ import uvicorn
 from rich.console import Console
 
 from specprefill_jax import command_line
-from specprefill_jax.config import SpecPrefillConfig, check_integer, check_real
-from specprefill_jax.engine.request import EngineConfig
+from specprefill_jax.config import check_integer, check_real
 from specprefill_jax.errors import argument_error
 from specprefill_jax.server.app import create_app
+from specprefill_jax.server.flags import ServeFlags, complain, url, warn_if_open
 from specprefill_jax.server.service import ServerSettings, Service
-from specprefill_jax.sharding.mesh import make_mesh
 from specprefill_jax.view.report import seconds
-from specprefill_jax.view.spans import visible
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ServeFlags):
     """Serve a main model and its speculator over an OpenAI-compatible API."""
-
-    main: str = "smollm2-135m-deep4"
-    """The model that answers: a folder, a .gguf file, a Hub id, or a built-in name."""
-
-    speculator: str = "smollm2-135m"
-    """The small model that chooses what is read, with the same tokenizer."""
-
-    dtype: str = "float32"
-    """float32, bfloat16 or float16."""
-
-    devices: int | None = None
-    """Devices that share both models (tensor parallelism); by default as many of those here as can."""
-
-    kernels: str | None = None
-    """What scores and chooses: reference, triton or mosaic_tpu; by default what fits the devices."""
-
-    model_name: str | None = None
-    """The model's id in requests and answers; by default what the engine calls it."""
-
-    host: str = "127.0.0.1"
-    """The address to listen at; 0.0.0.0 or :: for all of this machine's."""
 
     port: int = 8000
     """The port to listen at; 0 for any that is free."""
 
-    api_key: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A key that clients must give; may be repeated. Other users of this machine can read flags: the environment's
-    SPECPREFILL_API_KEY is a key too."""
-
-    max_body_bytes: int = 1 << 24
-    """Longer request bodies are refused."""
-
-    keep_alive_seconds: float = 15.0
-    """A stream that has nothing to say for so long sends a comment, so that no proxy takes it for dead."""
-
     shutdown_timeout: float = 60.0
     """Seconds that running requests may take to finish once the process is asked to end."""
-
-    log_requests: bool = False
-    """One line on stderr for every request."""
-
-    quiet: bool = False
-    """No progress."""
-
-    config: tyro.conf.OmitArgPrefixes[SpecPrefillConfig] = field(default_factory=SpecPrefillConfig)
-    engine: tyro.conf.OmitArgPrefixes[EngineConfig] = field(default_factory=EngineConfig)
 
 
 class Server(uvicorn.Server):
@@ -104,23 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with `argv` (default: the process's arguments) and return its exit status."""
     try:
         options = parse(sys.argv[1:] if argv is None else argv)
-        settings = ServerSettings(
-            api_keys=keys(options),
-            model_name=options.model_name,
-            max_body_bytes=options.max_body_bytes,
-            keep_alive_seconds=options.keep_alive_seconds,
-            defaults=options.config,
-        )
+        settings = options.settings()
         with listen(options.host, options.port) as listening:
             return asyncio.run(serve(options, settings, listening))
     except (ValueError, OSError) as error:
         return complain(error)
-
-
-def complain(error: Exception) -> int:
-    """Say what was wrong with the input, in one line, and return the status for it."""
-    print(f"error: {' '.join(visible(str(error)).split())}", file=sys.stderr)
-    return 2
 
 
 def parse(argv: Sequence[str]) -> Options:
@@ -129,12 +74,6 @@ def parse(argv: Sequence[str]) -> Options:
     check_integer("port", options.port, 0, 65535)
     check_real("shutdown_timeout", options.shutdown_timeout, "a finite number of at least 0", lambda x: x >= 0)
     return options
-
-
-def keys(options: Options) -> tuple[str, ...]:
-    """The keys of the flags and the environment."""
-    named = os.environ.get("SPECPREFILL_API_KEY")
-    return options.api_key if named is None else (*options.api_key, named)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -146,20 +85,11 @@ def listen(host: str, port: int) -> socket.socket:
         raise argument_error("host:port", f"{host}:{port}", f"free to listen at ({error.strerror or error})") from None
 
 
-def url(listening: socket.socket) -> str:
-    """Where clients on this machine reach the server."""
-    host, port = listening.getsockname()[:2]
-    address = ipaddress.ip_address(host)
-    if address.is_unspecified:
-        host = "::1" if address.version == 6 else "127.0.0.1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 async def serve(options: Options, settings: ServerSettings, listening: socket.socket) -> int:
     """Listen, load, serve until a signal or a failure, drain; returns the exit status."""
     say = Console(stderr=True, quiet=options.quiet, highlight=False).print
-    if not settings.api_keys and not ipaddress.ip_address(listening.getsockname()[0]).is_loopback:
-        print("warning: anyone who can reach this address can use the server: set --api-key", file=sys.stderr)
+    host, port = listening.getsockname()[:2]
+    warn_if_open(settings, host)
     app = create_app(None, settings)
     service: Service = app.state.service
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
@@ -191,7 +121,7 @@ async def serve(options: Options, settings: ServerSettings, listening: socket.so
         loaded.append(engine)
         service.attach(engine)
         if not service.draining:
-            print(f"serving {service.name_of(engine)} at {url(listening)}", flush=True)
+            print(f"serving {service.name_of(engine)} at {url(host, port)}", flush=True)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
@@ -245,20 +175,7 @@ def load(
             say(f"{phase} {done}/{total}  {seconds(now - start)}")
 
     try:
-        from specprefill_jax.engine.engine import Engine
-
-        engine = Engine.from_pretrained(
-            options.main,
-            options.speculator,
-            dtype=options.dtype,
-            mesh=None if options.devices is None else make_mesh(options.devices),
-            config=options.engine,
-            defaults=options.config,
-            kernels=options.kernels,
-            report=report,
-        )
-        engine.start()
-        ready(engine)
+        ready(options.load(report))
     except (ValueError, OSError) as error:
         failed(complain(error))
     except BaseException:

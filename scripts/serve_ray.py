@@ -12,9 +12,7 @@ Exit status: 0 after a shutdown, 1 when a replica could not start, 2 for bad inp
         --dtype bfloat16 --replicas 2 --max-replicas 8 --num-gpus 1 --address auto --every-node --host 0.0.0.0
 """
 
-import contextlib
 import functools
-import ipaddress
 import logging
 import os
 import secrets
@@ -28,11 +26,10 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from specprefill_jax import command_line
-from specprefill_jax.config import SpecPrefillConfig, check_integer
-from specprefill_jax.engine.request import EngineConfig
+from specprefill_jax.config import check_integer
 from specprefill_jax.errors import argument_error
+from specprefill_jax.server.flags import ServeFlags, complain, url, warn_if_open
 from specprefill_jax.server.ray_settings import RaySettings
-from specprefill_jax.server.service import ServerSettings
 from specprefill_jax.view.spans import visible
 
 if TYPE_CHECKING:
@@ -40,74 +37,28 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ServeFlags):
     """Serve a main model and its speculator from several processes or machines, on Ray Serve."""
 
-    main: str = "smollm2-135m-deep4"
-    """The model that answers: a folder, a .gguf file, a Hub id, or a built-in name; every node must have it."""
-
-    speculator: str = "smollm2-135m"
-    """The small model that chooses what is read, with the same tokenizer."""
-
-    dtype: str = "float32"
-    """float32, bfloat16 or float16."""
-
-    devices: int | None = None
-    """Devices of a replica that share both models (tensor parallelism); by default as many as can."""
-
-    kernels: str | None = None
-    """What scores and chooses: reference, triton or mosaic_tpu; by default what fits the devices."""
-
-    model_name: str | None = None
-    """The model's id in requests and answers; by default the last part of --main."""
-
     address: str | None = None
-    """A Ray cluster to use, as ray.init takes it ("auto": the one this machine belongs to)."""
-
-    host: str = "127.0.0.1"
-    """The address to listen at; 0.0.0.0 for all of a machine's."""
-
-    port: int = 8000
-    """The port to listen at."""
+    """A Ray cluster to use, as ray.init takes it ("auto": the one this machine belongs to); each of its nodes must have
+    the models."""
 
     every_node: bool = False
     """Listen on every node that has replicas, not on the head node alone."""
-
-    api_key: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A key that clients must give; may be repeated. Other users of this machine can read flags: the environment's
-    SPECPREFILL_API_KEY is a key too."""
-
-    max_body_bytes: int = 1 << 24
-    """Longer request bodies are refused."""
-
-    keep_alive_seconds: float = 15.0
-    """A stream that has nothing to say for so long sends a comment, so that no proxy takes it for dead."""
-
-    log_requests: bool = False
-    """One line in the replicas' logs for every request."""
 
     quiet: bool = False
     """Nothing of what Ray and the replicas log."""
 
     deployment: tyro.conf.OmitArgPrefixes[RaySettings] = field(default_factory=RaySettings)
-    config: tyro.conf.OmitArgPrefixes[SpecPrefillConfig] = field(default_factory=SpecPrefillConfig)
-    engine: tyro.conf.OmitArgPrefixes[EngineConfig] = field(default_factory=EngineConfig)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with `argv` (default: the process's arguments) and return its exit status."""
     try:
         options = parse(sys.argv[1:] if argv is None else argv)
-        named = os.environ.get("SPECPREFILL_API_KEY")
-        settings = ServerSettings(
-            api_keys=options.api_key if named is None else (*options.api_key, named),
-            model_name=options.model_name,
-            max_body_bytes=options.max_body_bytes,
-            keep_alive_seconds=options.keep_alive_seconds,
-            defaults=options.config,
-        )
-        if not settings.api_keys and not loopback(options.host):
-            print("warning: anyone who can reach this address can use the server: set --api-key", file=sys.stderr)
+        settings = options.settings()
+        warn_if_open(settings, options.host)
         prepare_environment(options)
         import ray
 
@@ -116,8 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         application = build(functools.partial(load, options), options.engine, settings, options.deployment)
         connect(options)
     except (ValueError, OSError) as error:
-        print(f"error: {' '.join(visible(str(error)).split())}", file=sys.stderr)
-        return 2
+        return complain(error)
     try:
         watch_signals()
         deploy(
@@ -145,22 +95,8 @@ def parse(argv: Sequence[str]) -> Options:
 
 def load(options: Options) -> "ReplicaEngine":
     """A replica's engine; called in its process, on its devices."""
-    from specprefill_jax.engine.engine import Engine
-    from specprefill_jax.sharding.mesh import make_mesh
-
     log = logging.getLogger("ray.serve")
-    engine = Engine.from_pretrained(
-        options.main,
-        options.speculator,
-        dtype=options.dtype,
-        mesh=None if options.devices is None else make_mesh(options.devices),
-        config=options.engine,
-        defaults=options.config,
-        kernels=options.kernels,
-        report=lambda phase, done, total: log.info("%s %d/%d", phase, done, total),
-    )
-    engine.start()
-    return engine
+    return options.load(lambda phase, done, total: log.info("%s %d/%d", phase, done, total))
 
 
 def prepare_environment(options: Options) -> None:
@@ -203,19 +139,6 @@ def watch_signals() -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, take)
-
-
-def loopback(host: str) -> bool:
-    """Whether other machines cannot reach this address."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
-
-
-def url(host: str, port: int) -> str:
-    """Where clients on this machine reach the proxy."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import numpy as np
 from specprefill_jax import costs
 from specprefill_jax.decode import Decoded, Decoder, Next, TokenLogprobs, fetch
 from specprefill_jax.models.loaded import Cache, Step, Weights
-from specprefill_jax.sampling import SamplingArrays, sample, token_logprobs
+from specprefill_jax.sampling import SamplingArrays, mark_seen, sample, token_logprobs
 from specprefill_jax.speculator import Speculator
 
 log = logging.getLogger(__name__)
@@ -198,20 +198,55 @@ class SpeculativeDecoder:
     ) -> tuple[Next, jax.Array, jax.Array]:
         """Hidden states [k + 1, E] -> where decoding goes on (with log-probabilities of all), tokens, how many fit."""
         logits = self.model.logits_fn(weights, hidden)
-        places = len(hidden)
-        rows = SamplingArrays(*(jnp.repeat(value, places, axis=0) for value in settings))
-        seen = None
-        if now.seen is not None:
-            # At place i the proposals before it have been said.
-            earlier = jnp.arange(places - 1) < jnp.arange(places)[:, None]
-            columns = jnp.where(earlier, proposals, logits.shape[1])
-            said = jnp.zeros(logits.shape, bool).at[jnp.arange(places)[:, None], columns].set(True, mode="drop")
-            seen = now.seen | said
-        drawn = sample(logits, rows, index + jnp.arange(places), seen)
-        accepted = jnp.cumprod(drawn[:-1] == proposals).sum(dtype=jnp.int32)
-        token = drawn[accepted][None]
-        if seen is not None:
-            seen = seen[accepted][None].at[0, token].set(True)
-        logprobs = None if top_n is None else token_logprobs(logits, drawn, top_n)
+        drawn, counts, token, seen = check_proposals(
+            logits[None], proposals[None], settings, jnp.asarray(index)[None], now.seen
+        )
+        logprobs = None if top_n is None else token_logprobs(logits, drawn[0], top_n)
+        accepted = counts[0]
         after = Next(token, now.position + accepted + 1, now.slot + accepted + 1, seen, logprobs)
-        return after, drawn, accepted
+        return after, drawn[0], accepted
+
+
+def check_proposals(
+    logits: jax.Array,
+    proposals: jax.Array,
+    settings: SamplingArrays,
+    index: jax.Array,
+    seen: jax.Array | None,
+    limits: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Draw a token at every place as plain decoding would, and see how many proposals were right.
+
+    Args:
+        logits: [B, k + 1, V], at the last token and at each proposal, any float dtype.
+        proposals: [B, k] int32.
+        settings: of the B requests.
+        index: [B] int32, which of its tokens each row gets at the first place.
+        seen: [B, V] bool tokens so far, for the repetition penalty; None for none.
+        limits: [B] int32, so many proposals of each row count; None: all.
+
+    Returns:
+        The tokens drawn [B, k + 1] int32, of which the first accepted + 1 are right; how many proposals were accepted
+        [B] int32; the last right token [B]; `seen` with all right tokens.
+    """
+    batch, places, vocabulary = logits.shape
+    rows = SamplingArrays(*(jnp.repeat(value, places, axis=0) for value in settings))
+    before = None
+    if seen is not None:
+        # At place i the proposals before it have been said.
+        earlier = jnp.arange(places - 1) < jnp.arange(places)[:, None]
+        columns = jnp.where(earlier, proposals[:, None], vocabulary)
+        at = (jnp.arange(batch)[:, None, None], jnp.arange(places)[:, None], columns)
+        before = seen[:, None] | jnp.zeros(logits.shape, bool).at[at].set(True, mode="drop")
+    steps = (jnp.asarray(index)[:, None] + jnp.arange(places)).reshape(-1)
+    flat = None if before is None else before.reshape(-1, vocabulary)
+    drawn = sample(logits.reshape(-1, vocabulary), rows, steps, flat).reshape(batch, places)
+    right = drawn[:, :-1] == proposals
+    if limits is not None:
+        right &= jnp.arange(places - 1) < limits[:, None]
+    accepted = jnp.cumprod(right, axis=1).sum(axis=1, dtype=jnp.int32)
+    token = jnp.take_along_axis(drawn, accepted[:, None], axis=1)[:, 0]
+    if before is None:
+        return drawn, accepted, token, None
+    said = jnp.take_along_axis(before, accepted[:, None, None], axis=1)[:, 0]
+    return drawn, accepted, token, mark_seen(said, token)

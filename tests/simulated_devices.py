@@ -25,6 +25,7 @@ from specprefill_jax.models.paged import PAGE
 
 Memory = dict[tuple[int, int], int]
 READING = (Phase.PREFILL, Phase.DECODE)
+SPECULATING = (Phase.SPECULATE, Phase.LOOK_AHEAD, Phase.CHOOSING)
 
 
 def history(tokens: Iterable[int], positions: Iterable[int], last: int = 0) -> list[int]:
@@ -54,6 +55,8 @@ class Job:
     """Slots of the main model's cache that were written or found since it last got its pages."""
     first_token: int | None = None
     """The round in which its first token arrived."""
+    proposed: int = 0
+    accepted: int = 0
 
 
 class Simulation:
@@ -67,10 +70,16 @@ class Simulation:
         chunk: int = 2 * PAGE,
         draft_cost: float = 0.1,
         late: bool = True,
+        cheap_tokens: int = 1000,
     ):
         self.pages, self.draft_pages = BlockManager(pages), BlockManager(draft_pages)
         self.scheduler = Scheduler(
-            self.pages, self.draft_pages, max_running=max_running, chunk=chunk, draft_cost=draft_cost
+            self.pages,
+            self.draft_pages,
+            max_running=max_running,
+            chunk=chunk,
+            draft_cost=draft_cost,
+            cheap_tokens=cheap_tokens,
         )
         self.max_running, self.chunk, self.late = max_running, chunk, late
         self.main: Memory = {}
@@ -97,10 +106,12 @@ class Simulation:
         look_ahead: int = 0,
         kept: np.ndarray | None = None,
         share: bool = True,
+        draft_tokens: int = 0,
     ) -> Job:
         """A request whose speculation, where there is one, will choose the tokens `kept`; None keeps all."""
         kept = np.arange(len(prompt)) if kept is None else kept
         sequence = Sequence(name, np.asarray(prompt, np.int32), max_tokens, look_ahead, len(kept), share)
+        sequence.draft_tokens = draft_tokens
         job = self.jobs[name] = Job(sequence, kept)
         self._expect(job)
         if not look_ahead:
@@ -177,7 +188,9 @@ class Simulation:
             before, self.pending = before + self.pending, []
         idle = not plan.decode and plan.piece is None and not before and not self.pending
         assert not (idle and self.jobs), "nothing moves"
-        for result in before:
+        counted = [result for result in self.pending if result[0] == "tokens"]
+        self.pending = [result for result in self.pending if result[0] != "tokens"]
+        for result in before + counted:  # how many proposals are right is known before the next round is decided
             self._receive(*result)
         self.check_pages()
         return plan
@@ -191,11 +204,36 @@ class Simulation:
             assert 0 < index < sequence.max_tokens
             assert slot == len(job.kept) + index - 1
             assert self.rows[sequence.row] == job.answer[index - 1]
-            self._write(
-                job, self.main, sequence.pages, slot, [job.answer[index - 1]], [sequence.num_tokens + index - 1]
-            )
-            self.rows[sequence.row] = following(self._held(self.main, sequence.pages, slot))
-            self.pending.append(("token", job, self.rows[sequence.row]))
+            proposals = self._propose(job, index) if sequence.proposals else []
+            right = 0
+            while right < len(proposals) and proposals[right] == job.answer[index + right]:
+                right += 1
+            tokens = [job.answer[index - 1], *proposals]
+            positions = sequence.num_tokens + index - 1 + np.arange(len(tokens))
+            for part, owner in ((slice(0, right + 1), job), (slice(right + 1, None), None)):
+                self._write(owner, self.main, sequence.pages, slot + part.start, tokens[part], positions[part])
+            self.rows[sequence.row] = following(self._held(self.main, sequence.pages, slot + right))
+            if proposals:
+                self.pending.append(("tokens", job, right))
+            else:
+                self.pending.append(("token", job, self.rows[sequence.row]))
+
+    def _propose(self, job: Job, index: int) -> list[int]:
+        """As many as were reserved for, two of three of them right; the speculator's cache is as after its own run."""
+        sequence, count = job.sequence, job.sequence.proposals
+        assert not sequence.suspect
+        assert index + count < sequence.max_tokens
+        tokens = sequence.num_tokens
+        right = [job.answer[index + i] for i in range(count)]
+        proposals = [token + (token % 3 == 0) for token in right]
+        first = max(index - 2, 0)
+        said = [*sequence.prompt, *job.answer[:first]]
+        held = [self._held(self.draft, sequence.draft_pages, slot) for slot in range(len(said))]
+        assert held == history(said, range(len(said)))
+        fed = [*job.answer[first:index], *proposals[:-1]]
+        at = tokens + first + np.arange(len(fed))
+        self._write(None, self.draft, sequence.draft_pages, tokens + first, fed, at)
+        return proposals
 
     def _piece(self, plan: Round) -> None:
         piece = plan.piece
@@ -204,8 +242,13 @@ class Simulation:
             assert piece.start % PAGE == 0
             assert 0 < piece.count <= self.chunk
             at = np.arange(piece.start, piece.start + piece.count)
-            assert at[-1] < sequence.num_tokens
-            self._write(None, self.draft, sequence.draft_pages, piece.start, sequence.prompt[at], at)
+            if sequence.phase is Phase.DECODE:
+                assert sequence.draft_tokens
+                assert not any(self.scheduler.in_phase(Phase.WAITING)), "others waited for these pages"
+            else:
+                assert at[-1] < sequence.num_tokens
+            known = np.asarray([*sequence.prompt, *sequence.generated], np.int32)
+            self._write(None, self.draft, sequence.draft_pages, piece.start, known[at], at)
         elif isinstance(piece, LookAhead):
             self._look_ahead(piece)
         elif isinstance(piece, Prefill):
@@ -274,6 +317,7 @@ class Simulation:
     # the host
 
     def _receive(self, kind: str, job: Job, token: int) -> None:
+        """A choice, a token, or how many proposals were right."""
         sequence = job.sequence
         if sequence.phase is Phase.DONE:
             return
@@ -281,8 +325,18 @@ class Simulation:
             if sequence.phase is Phase.CHOOSING:
                 self.scheduler.chosen(sequence, len(job.kept), dense(job.kept))
             return
-        assert token == job.answer[len(sequence.generated)]
-        sequence.generated.append(token)
+        if kind == "tokens":
+            assert sequence.issued == len(sequence.generated) + 1
+            job.proposed += sequence.proposals
+            job.accepted += token
+            tokens = job.answer[len(sequence.generated) :][: token + 1]
+            if tokens[-1] % 17 == 0:  # they pay no more
+                sequence.draft_tokens = 0
+            self.scheduler.accepted(sequence, token)
+        else:
+            tokens = [token]
+        assert tokens == job.answer[len(sequence.generated) :][: len(tokens)]
+        sequence.generated += tokens
         sequence.suspect = False
         if job.first_token is None:
             job.first_token = len(self.rounds)
@@ -318,6 +372,8 @@ class Simulation:
         rows = [s.row for s in sequences if s.row is not None]
         assert len(set(rows)) == len(rows) <= self.max_running
         assert all((s.row is not None) == bool(s.pages) == (s.phase in READING) for s in sequences)
+        assert all(s.draft_tokens or not s.draft_pages or s.phase in SPECULATING for s in sequences)
+        assert not any(s.proposals for s in sequences)
 
     def _beginning(self, sequence: Sequence, page: int) -> bytes:
         known = [*sequence.prompt, *self.jobs[sequence.request_id].answer]

@@ -63,7 +63,8 @@ def test_project_metadata():
     assert PROJECT["requires-python"] == ">=3.12"
     assert PROJECT["license"] == "Apache-2.0"
     assert "jax>=0.11.2,<0.13" in PROJECT["dependencies"]
-    assert set(PROJECT["optional-dependencies"]) == {"cuda12", "tpu", "serve", "eval", "ray", "aot", "test", "dev"}
+    extras = {"cuda12", "tpu", "serve", "eval", "lm-eval", "ray", "aot", "test", "dev"}
+    assert set(PROJECT["optional-dependencies"]) == extras
     everything = [*PROJECT["dependencies"], *itertools.chain(*PROJECT["optional-dependencies"].values())]
     assert [name for name in everything if re.match(r"(torch|vllm|tensorflow)\b", name)] == []
 

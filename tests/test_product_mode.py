@@ -257,3 +257,16 @@ def test_a_callers_forced_spans_are_kept_beside_a_chats(tiny, monkeypatch):
     assert 8 not in own
     both = tiny.select(CHAT, product(keep_rate=0.7, forced_spans=((260, 261),)))
     assert set(both.forced_chunks) == own | {8}
+
+
+@pytest.mark.parametrize("length", [40, 511, 512, 513, 900])
+def test_rapid_mlx_1458_a_pair_that_nobody_measured_is_read_conservatively(tiny, length):
+    """Without settings it is read whole, or at the rate that cost the paper's pair nothing, with both its ends."""
+    selection = tiny.select(prompt_of(length))
+    kept = set(map(int, selection.kept_indices))
+    assert selection.engaged == (length >= 512)
+    if not selection.engaged:
+        assert kept == set(range(length))
+        return
+    assert {*range(32), *range(length - 64, length)} <= kept
+    assert len(chunks_of(selection)) == math.ceil(math.ceil(length / 32) * 3 / 10)

@@ -36,13 +36,20 @@ from specprefill_jax.engine.runner import Runner
 from specprefill_jax.engine.scheduler import Phase, Scheduler
 from specprefill_jax.engine.scheduler import Sequence as Scheduled
 from specprefill_jax.engine.sizes import cache_sizes
+from specprefill_jax.engine.warm_up import warm_up
 from specprefill_jax.engine.work import Work
 from specprefill_jax.errors import ArgumentError, argument_error
+from specprefill_jax.models.llama import FEW_ROWS
 from specprefill_jax.models.paged import PAGE
 from specprefill_jax.pipeline import SpecPrefill
 from specprefill_jax.selection import Plan, Reason, plan
+from specprefill_jax.sharding.mesh import platform
 from specprefill_jax.sharding.rules import DATA
+from specprefill_jax.speculative import Acceptance
 from specprefill_jax.tokens import StreamDecoder, Tokenizer
+
+ACCELERATOR_FEW_ROWS = 256
+"""Tokens that a pass reads in about the time of one: some hundred multiplications take as long as reading a weight."""
 
 State = Literal["loading", "ready", "draining", "stuck", "failed", "closed"]
 Report = Callable[[str, int, int], None]
@@ -104,7 +111,11 @@ class Engine:
             num_pages=pages,
             num_draft_pages=draft_pages,
             window=window,
+            draft_tokens=config.draft_tokens,
         )
+        read, written = (costs.weight_bytes(m.config, m.dtype.itemsize) for m in (draft, main))
+        self._step_cost = read / written
+        """Of the speculator's step of decoding, relative to the main model's."""
         share = costs.weight_bytes(draft.config, 1.0) / costs.weight_bytes(main.config, 1.0)
         self._pages = BlockManager(pages)
         self._draft_pages = BlockManager(draft_pages)
@@ -115,6 +126,7 @@ class Engine:
             chunk=config.prefill_chunk,
             draft_cost=share,
             window=window,
+            cheap_tokens=FEW_ROWS if platform(main.mesh) == "cpu" else ACCELERATOR_FEW_ROWS,
         )
         self._loop = Loop(
             self._runner,
@@ -200,7 +212,7 @@ class Engine:
     def warm_up(self, report: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compile all programs, before `start`; called with (programs compiled, in all)."""
         width, size = self.defaults.pool_width or 0, self.defaults.chunk_size
-        self._runner.warm_up(self._look_aheads, width, size, report)
+        warm_up(self._runner, self._look_aheads, width, size, report)
         self._compiled_before = _compiled()
 
     def start(self) -> None:
@@ -336,6 +348,9 @@ class Engine:
             planned.max_kept_tokens,
             share=request.prompt_logprobs is None,
         )
+        most = self.config.draft_tokens if request.draft_tokens is None else request.draft_tokens
+        acceptance = Acceptance(min(most, self.config.draft_tokens), self._step_cost)
+        sequence.draft_tokens = acceptance.next_count()
         stops = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stops.update(self._pair.main.config.eos_token_ids)
@@ -348,6 +363,7 @@ class Engine:
             StreamDecoder(self.tokenizer, sampling.stop) if self.tokenizer else None,
             frozenset(stops),
             secrets.randbits(64) if sampling.seed is None else sampling.seed,
+            acceptance,
         )
         if not planned.engaged:
             work.read_whole(planned, detail)

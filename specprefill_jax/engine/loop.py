@@ -9,7 +9,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,14 +16,13 @@ import numpy as np
 
 from specprefill_jax.config import SpecPrefillConfig
 from specprefill_jax.decode import TokenLogprobs
-from specprefill_jax.engine.request import Delta, Finished, FinishReason, Request
-from specprefill_jax.engine.runner import Batch, Chosen, Runner
+from specprefill_jax.engine.request import Delta, FinishReason, Request
+from specprefill_jax.engine.runner import Chosen, Runner
 from specprefill_jax.engine.scheduler import LookAhead, Phase, Piece, Prefill, Scheduler, Speculate
 from specprefill_jax.engine.scheduler import Sequence as Scheduled
-from specprefill_jax.engine.work import Work
+from specprefill_jax.engine.work import Work, batch_of, propose
 from specprefill_jax.errors import SpecPrefillError
 from specprefill_jax.models.paged import PAGE
-from specprefill_jax.sampling import SamplingArrays
 from specprefill_jax.selection import Plan, Reason, Selection
 
 log = logging.getLogger(__name__)
@@ -37,6 +35,8 @@ class _Pending:
     works: Sequence[Work]
     receive: Callable[[], None]
     decoding: bool = False
+    counted: bool = False
+    """Whether it says how many proposals were right, without which no round can be decided."""
 
 
 class Loop:
@@ -73,6 +73,7 @@ class Loop:
         self.busy_since: float | None = None
         """Since when, by `time.monotonic`, a round has been going on."""
         counters = "prompt_tokens kept_tokens cached_tokens generation_tokens preemptions memoised_selections"
+        counters += " drafts proposed_tokens accepted_tokens"
         self.counters = dict.fromkeys(counters.split(), 0)
         """See `request.Stats`."""
         self.rate = 0.0
@@ -136,6 +137,9 @@ class Loop:
             self._piece(planned.piece)
         for pending in before:
             self._receive(pending)
+        for pending in [pending for pending in self._pending if pending.counted]:
+            self._pending.remove(pending)
+            self._receive(pending)
         self.busy_since = None
         return bool(before or planned.decode or planned.piece or self._pending)
 
@@ -143,12 +147,16 @@ class Loop:
         if isinstance(piece, LookAhead):
             self._attempt([self.works[s.request_id] for s in piece.sequences], self._look_ahead)
             return
+        if isinstance(piece, Speculate) and not piece.sequence.draft_pages:
+            return  # it was to be read again, and its step of this round has ended it, or failed
         work = self.works[piece.sequence.request_id]
         if not work.begun:
             work.begun = True
             work.request.clock.phase("speculate" if isinstance(piece, Speculate) else "main_prefill")
             self._begun(work.request.request_id)
-        if isinstance(piece, Speculate):
+        if isinstance(piece, Speculate) and piece.sequence.phase is Phase.DECODE:
+            self._read_again(work, piece)
+        elif isinstance(piece, Speculate):
             self._attempt([work], lambda works: self._speculate(works[0], piece))
         else:
             self._attempt([work], lambda works: self._prefill(works[0], piece))
@@ -179,33 +187,54 @@ class Loop:
         """A step for these requests failed: they alone, or one by one until the culprit is found, pay for it."""
         works = [work for work in works if work.sequence.phase is not Phase.DONE]
         log.error("a step for %s failed", [work.request.request_id for work in works], exc_info=error)
-        lost = not self._runner.intact
-        if lost:
-            self._losses += 1
-            self._pending.clear()  # of programs that took the lost cache
-            self._runner.reset()
+        lost = self._reset_if_lost()
+        # What failed may have been the speculator, and proposals are not worth a second try.
+        proposed = any(work.sequence.proposals for work in works)
         victims = []
         for work in works:
             detail = f"{type(error).__name__}: {error}"
             speculating = work.sequence.phase in (Phase.SPECULATE, Phase.LOOK_AHEAD, Phase.CHOOSING)
             if speculating and work.request.config.mode == "product" and self._fits_whole(work.sequence):
                 self._fall_back(work, detail)
-            elif decoding and len(works) > 1:
+            elif decoding and (len(works) > 1 or proposed):
+                if proposed:
+                    self._scheduler.decode_plainly(work.sequence)
                 work.sequence.suspect = True
                 victims.append(work)
             else:
                 what = "the speculator failed" if speculating else "the request failed"
                 self.finish(work, "error", f"{what}: {detail}", publish=False)
-        again = list(self.works.values()) if lost else victims
-        for work in again:
+        # Even where nobody begins again: pages were published as soon as it was planned to fill them.
+        self._begin_again(list(self.works.values()) if lost else victims)
+
+    def _reset_if_lost(self) -> bool:
+        """Whether the caches were lost with a step that failed; they are new then, and empty."""
+        if self._runner.intact:
+            return False
+        self._losses += 1
+        self._pending.clear()  # of programs that took the lost cache
+        self._runner.reset()
+        return True
+
+    def _begin_again(self, works: Sequence[Work]) -> None:
+        for work in works:
             work.restarts += 1
             work.step = None
-        # Even where nobody begins again: pages were published as soon as it was planned to fill them.
-        self._scheduler.start_over([work.sequence for work in again])
+        self._scheduler.start_over([work.sequence for work in works])
+
+    def _propose_no_more(self, works: Sequence[Work], error: Exception) -> None:
+        """The speculator failed while these decode, which they go on with plainly."""
+        ids = [work.request.request_id for work in works]
+        log.warning("the speculator failed, %s go on without its proposals", ids, exc_info=error)
+        for work in works:
+            self._scheduler.decode_plainly(work.sequence)
+        if self._reset_if_lost():
+            self._begin_again(list(self.works.values()))
 
     def _fall_back(self, work: Work, detail: str) -> None:
         """Read a prompt whole, from a clean state, since its speculation failed."""
         self._settle(work, None)
+        self._scheduler.decode_plainly(work.sequence)
         work.read_whole(work.plan.read_whole(Reason.SPECULATOR_FAILED), detail)
         work.step = None
         self._scheduler.chosen(work.sequence, work.sequence.kept, work.sequence.dense)
@@ -215,13 +244,20 @@ class Loop:
 
     def _speculate(self, work: Work, piece: Speculate) -> None:
         sequence = piece.sequence
-        tokens = sequence.prompt[piece.start : piece.start + piece.count]
+        tokens = work.known[piece.start : piece.start + piece.count]
         runner = self._runner
         step = runner.speculate(tokens, piece.start, sequence.draft_pages, sequence.num_tokens, work.step)
-        if sequence.phase is Phase.LOOK_AHEAD or runner.window:
+        if sequence.phase is Phase.LOOK_AHEAD or (runner.window and sequence.phase is Phase.SPECULATE):
             work.step = step
         if self._runner.eager:
             jax.block_until_ready(step.hidden)
+
+    def _read_again(self, work: Work, piece: Speculate) -> None:
+        """The speculator reads what is known of prompt and answer, for its proposals."""
+        try:
+            self._speculate(work, piece)
+        except Exception as error:
+            self._propose_no_more([work], error)
 
     def _look_ahead(self, works: list[Work]) -> _Pending:
         sequences = [work.sequence for work in works]
@@ -320,9 +356,8 @@ class Loop:
         if piece.is_last:
             if work.request.sampling.repetition_penalty != 1.0:
                 assert sequence.row is not None
-                known = np.concatenate([sequence.prompt, np.asarray(sequence.generated, np.int32)])
-                runner.fill_seen(sequence.row, known)
-            chosen = runner.choose(hidden, self._batch([work], 1))
+                runner.fill_seen(sequence.row, work.known)
+            chosen = runner.choose(hidden, batch_of([work], 1, runner.max_running))
         elif runner.eager:
             jax.block_until_ready(hidden)
         if chosen is None and logprobs is None:
@@ -339,14 +374,26 @@ class Loop:
 
         return _Pending([work], receive)
 
-    def _decode(self, works: list[Work]) -> _Pending:
+    def _decode(self, works: list[Work]) -> _Pending | None:
         sequences, runner = [work.sequence for work in works], self._runner
         size = next(rows for rows in runner.rows if rows >= len(works))
+        losses, proposals = self._losses, None
+        try:
+            proposals = propose(runner, works, size)
+        except Exception as error:
+            self._propose_no_more([work for work in works if work.sequence.proposals], error)
+        if self._losses != losses:  # all begin again
+            return None
         extra = size - len(works)
         positions = np.array([s.num_tokens + s.issued - 2 for s in sequences] + [0] * extra, np.int32)
         slots = np.array([s.done - 1 for s in sequences] + [0] * extra, np.int32)
         pages = [s.pages for s in sequences] + [[]] * extra
-        chosen = runner.decode(self._batch(works, size), positions, slots, pages)
+        batch = batch_of(works, size, runner.max_running)
+        if proposals is None:
+            chosen = runner.decode(batch, positions, slots, pages)
+        else:
+            limits = np.array([s.proposals for s in sequences] + [0] * extra, np.int32)
+            chosen = runner.verify(batch, positions, slots, pages, proposals, limits)
         restarts = [work.restarts for work in works]
 
         def receive() -> None:
@@ -355,49 +402,44 @@ class Loop:
                 if work.restarts == count:  # else it is yet to decode alone
                     work.sequence.suspect = False
 
-        return _Pending(works, receive)
-
-    def _batch(self, works: Sequence[Work], size: int) -> Batch:
-        rows, extra = [self._row(work) for work in works], size - len(works)
-        rows += [(self._runner.max_running, 0.0, 0, 1.0, 0.0, 1.0, 0, 0, -1)] * extra
-        row, temperature, top_k, top_p, min_p, penalty, seed, index, top_n = zip(*rows, strict=True)
-        key = np.array([(s >> 32 & 0xFFFFFFFF, s & 0xFFFFFFFF) for s in seed], np.uint32)
-        ints, floats = partial(np.asarray, dtype=np.int32), partial(np.asarray, dtype=np.float32)
-        settings = SamplingArrays._make(
-            (floats(temperature), ints(top_k), floats(top_p), floats(min_p), floats(penalty), key)
-        )
-        return Batch(ints(row), settings, ints(index), ints(top_n))
-
-    def _row(self, work: Work) -> tuple:
-        sampling, sequence = work.request.sampling, work.sequence
-        return (
-            sequence.row,
-            sampling.temperature,
-            min(sampling.top_k, 0x7FFFFFFF),
-            sampling.top_p,
-            sampling.min_p,
-            sampling.repetition_penalty,
-            work.seed,
-            sequence.issued - 1,
-            -1 if sampling.logprobs is None else sampling.logprobs,
-        )
+        return _Pending(works, receive, counted=proposals is not None)
 
     # results
 
     def _receive_tokens(self, works: Sequence[Work], restarts: Sequence[int], chosen: Chosen) -> None:
-        """Each request's next token, but for those that have ended or begun again since it was enqueued."""
+        """Each request's next tokens, but for those that have ended or begun again since it was enqueued."""
         wanted = any(work.request.sampling.logprobs is not None for work in works)
-        tokens, logprobs = jax.device_get((chosen.tokens, chosen.logprobs if wanted else None))
+        tokens, accepted, logprobs = jax.device_get(
+            (chosen.tokens, chosen.accepted, chosen.logprobs if wanted else None)
+        )
         for row, work in enumerate(works):
             if work.sequence.phase is Phase.DONE or work.restarts != restarts[row]:
                 continue
+            extra = 0
+            if accepted is not None:
+                extra = int(accepted[row])
+                self._learn(work, extra)
             count = work.request.sampling.logprobs
-            entry = None if count is None else _logprobs(logprobs, row, count)
             try:
-                self._token(work, int(tokens[row]), entry)
+                for place in range(extra + 1):
+                    if work.request.request_id not in self.works:  # it ended with an earlier one
+                        break
+                    at = (row,) if accepted is None else (row, place)
+                    self._token(work, int(tokens[at]), None if count is None else _logprobs(logprobs, at, count))
             except Exception as error:  # of its text or its listener: no other's business, nor the caches'
                 log.exception("a token of %s could not be handed on", work.request.request_id)
                 self.finish(work, "error", f"the request failed: {type(error).__name__}: {error}")
+
+    def _learn(self, work: Work, accepted: int) -> None:
+        """So many of a request's proposals were right."""
+        sequence, acceptance = work.sequence, work.acceptance
+        if sequence.proposals:
+            acceptance.add(sequence.proposals, accepted)
+            sequence.draft_tokens = acceptance.next_count()
+            self.counters["drafts"] += 1
+            self.counters["proposed_tokens"] += sequence.proposals
+            self.counters["accepted_tokens"] += accepted
+            self._scheduler.accepted(sequence, accepted)
 
     def _token(self, work: Work, token: int, logprobs: TokenLogprobs | None) -> None:
         sequence = work.sequence
@@ -439,7 +481,7 @@ class Loop:
             found = work.prompt_logprobs = [None]
         host = jax.device_get(logprobs)
         missing = work.sequence.num_tokens - len(found)
-        found += [_logprobs(host, row, count) for row in range(min(piece.count, missing))]
+        found += [_logprobs(host, (row,), count) for row in range(min(piece.count, missing))]
         work.has_prompt_logprobs = len(found) == work.sequence.num_tokens
 
     def finish(self, work: Work, reason: FinishReason, error: str | None = None, *, publish: bool = True) -> None:
@@ -450,7 +492,6 @@ class Loop:
         leader = self._selecting.get(work.key)
         if leader is not None and work in leader.followers:
             leader.followers.remove(work)
-        read = bool(work.sequence.generated)
         self._scheduler.finish(work.sequence, publish=publish)
         del self.works[work.request.request_id]
         self._ended(work.request.request_id)
@@ -459,24 +500,12 @@ class Loop:
                 rest = work.text.flush()
                 if rest:
                     work.on_event(Delta(rest, (), None))
-            work.on_event(
-                Finished(
-                    reason,
-                    work.sequence.num_tokens,
-                    len(work.sequence.generated),
-                    work.selection if read else None,
-                    work.request.clock.stop(),
-                    work.sequence.cached,
-                    tuple(work.prompt_logprobs) if work.has_prompt_logprobs and work.prompt_logprobs else None,
-                    work.sequence.preemptions,
-                    error,
-                )
-            )
+            work.on_event(work.finished(reason, error))
         except Exception:
             log.exception("a listener failed at the end of %s", work.request.request_id)
 
 
-def _logprobs(arrays: Any, row: int, count: int) -> TokenLogprobs:
+def _logprobs(arrays: Any, at: tuple[int, ...], count: int) -> TokenLogprobs:
     chosen, ids, values = arrays
-    top = {int(i): float(value) for i, value in zip(ids[row, :count], values[row, :count], strict=True)}
-    return TokenLogprobs(float(chosen[row]), top)
+    top = {int(i): float(value) for i, value in zip(ids[at][:count], values[at][:count], strict=True)}
+    return TokenLogprobs(float(chosen[at]), top)

@@ -13,6 +13,9 @@ from specprefill_jax.models.paged import PAGE
 from specprefill_jax.selection import Selection
 from specprefill_jax.timing import PhaseClock, Timings
 
+MAX_DRAFT_TOKENS = 16
+"""With the last token fewer than a page holds, or the cache would write them as whole pages."""
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -57,6 +60,10 @@ class EngineConfig:
     memoised_selections: int = 256
     """Selections that are remembered by prompt and settings, so that the same prompt is not speculated twice."""
 
+    draft_tokens: int = 0
+    """Tokens that the speculator proposes in a step of decoding, at most, for the main model to check in one pass;
+    fewer, or none, where few are right. Answers are those of plain decoding. 0: plain decoding."""
+
     stuck_after: float = 120.0
     """Seconds after which a device step that has not ended makes the engine unhealthy."""
 
@@ -68,6 +75,7 @@ class EngineConfig:
         object.__setattr__(
             self, "prefill_chunk", check_integer("prefill_chunk", chunk // PAGE * PAGE, chunk, chunk, allowed)
         )
+        check_integer("draft_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS)
         for name in ("max_model_len", "cache_tokens", "speculator_cache_tokens"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, check_integer(name, getattr(self, name), PAGE))
@@ -95,6 +103,10 @@ class Request:
     prompt_logprobs: int | None = None
     """Log-probabilities of the prompt's own tokens and of so many of the likeliest at each place; None for none.
     Such a prompt is read whole."""
+
+    draft_tokens: int | None = None
+    """Proposals of the speculator in a step of decoding, at most; None: as many as the engine makes, which no request
+    can raise. 0: plain decoding."""
 
     clock: PhaseClock = field(default_factory=PhaseClock)
     """Started when the request arrived, before it was tokenised; the engine goes on with it."""
@@ -141,6 +153,12 @@ class Finished:
 
     error: str | None = None
 
+    proposed_tokens: int = 0
+    """Tokens that the speculator proposed while it decoded."""
+
+    accepted_tokens: int = 0
+    """Of these, those that were right."""
+
 
 Event = Delta | Finished
 OnEvent = Callable[[Event], None]
@@ -176,3 +194,9 @@ class Stats:
     """Counter: prompts whose selection was remembered."""
     compiles_after_warm_up: int
     """Counter: programs compiled after warm-up; anything but 0 is a fault of the warm-up."""
+    drafts: int = 0
+    """Counter: steps of a request that checked proposals."""
+    proposed_tokens: int = 0
+    """Counter: tokens that the speculator proposed in them."""
+    accepted_tokens: int = 0
+    """Counter: of these, those that were right."""

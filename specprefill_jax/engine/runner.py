@@ -1,18 +1,19 @@
 """Everything compiled that the engine needs, the caches and the decode state on the device.
 
-Shapes come from a few buckets, so that `warm_up` can compile all there will ever be. Nothing here knows of requests.
+Shapes come from a few buckets, so that `warm_up.warm_up` can compile all there will ever be. Nothing here knows of
+requests.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from specprefill_jax.cache import KVCache
 from specprefill_jax.config import MAX_LOGPROBS
@@ -22,7 +23,8 @@ from specprefill_jax.models.paged import PAGE, PagedCache
 from specprefill_jax.prefill import later
 from specprefill_jax.sampling import SamplingArrays, mark_seen, sample, token_logprobs
 from specprefill_jax.scoring import score_and_choose
-from specprefill_jax.selection import Plan, Reason, num_chunks
+from specprefill_jax.selection import Plan, num_chunks
+from specprefill_jax.speculative import check_proposals
 from specprefill_jax.speculator import LookAhead, Speculator, window_queries
 
 LOGPROB_ROWS = 64
@@ -63,9 +65,11 @@ class Chosen:
     """Tokens that are on their way to the host."""
 
     tokens: jax.Array
-    """[B] int32."""
+    """[B] int32; [B, k + 1] where k proposals were checked."""
     logprobs: tuple[jax.Array, jax.Array, jax.Array]
     """As of `token_logprobs`, for MAX_LOGPROBS; zeros where no row wants any."""
+    accepted: jax.Array | None = None
+    """[B] int32 proposals that were right: so many tokens and one more are the row's; None: there were none."""
 
 
 class Runner:
@@ -83,6 +87,7 @@ class Runner:
         num_pages: int,
         num_draft_pages: int,
         window: int = 0,
+        draft_tokens: int = 0,
     ):
         """Allocate caches of `num_pages` and `num_draft_pages` pages, page 0 included; see `Engine` for the rest.
 
@@ -104,8 +109,15 @@ class Runner:
         self.rows = _powers(max_running)
         self.sizes = _sizes(max_model_len)
         """Prompt lengths that are scored, by compiled program."""
+        self.look_ahead_rows = _powers(MAX_LOOK_AHEAD_ROWS)
+        self.proposals = _powers(draft_tokens) if draft_tokens else []
+        """Proposals of a decode step, by compiled program."""
         self._choose = main.jit(self._choose_fn, donate_argnames="state")
         self._decode = main.jit(self._decode_fn, donate_argnames=("cache", "state"))
+        self._check = main.jit(self._check_fn, donate_argnames="state")
+        self._verify = main.jit(self._verify_fn, donate_argnames=("cache", "state"))
+        self._behind_last = jax.jit(_behind_last)
+        self._last_two = jax.jit(_last_two)
         self._prompt_logprobs = main.jit(self._prompt_logprobs_fn)
         self._last_tokens = jax.jit(lambda state, rows: state.tokens[rows][:, None])
         self._fill_seen = jax.jit(_fill_seen, donate_argnames="state")
@@ -162,7 +174,7 @@ class Runner:
         self, steps: Sequence[Step], lengths: Sequence[int], pages: Sequence[Sequence[int]], ends: Any, count: int
     ) -> LookAhead:
         """Decode for several prompts whose last pieces left `steps`; rows of padding follow theirs."""
-        size = _up(_powers(MAX_LOOK_AHEAD_ROWS), len(steps))
+        size = _up(self.look_ahead_rows, len(steps))
         extra = size - len(steps)
         hidden, queries = self._join([(s.hidden, s.queries) for s in [*steps, *[steps[0]] * extra]])
         tables = self.draft.put(self._tables([*pages, *[()] * extra]))
@@ -254,63 +266,52 @@ class Runner:
         self.cache, self.state, chosen = step(self.main.weights, cache, self.state, batch, positions, slots)
         return chosen
 
-    def warm_up(
-        self, look_aheads: Sequence[int], pool_width: int, chunk_size: int, report: Callable[[int, int], None]
-    ) -> None:
-        """Compile every program, doing little of the work."""
-        jobs = list(self._jobs(look_aheads, pool_width, chunk_size))
-        with self.main.one_layer(), self.draft.one_layer():
-            for done, job in enumerate(jobs):
-                report(done, len(jobs))
-                jax.block_until_ready(job())
-        report(len(jobs), len(jobs))
-        self.reset()
+    def propose(
+        self, rows: np.ndarray, before: np.ndarray, starts: np.ndarray, pages: Sequence[Sequence[int]], count: int
+    ) -> jax.Array:
+        """The speculator's proposals [B, count] for what follows each row's last token; `count` is one of `proposals`.
 
-    def _jobs(self, look_aheads: Sequence[int], pool_width: int, chunk_size: int) -> Iterator[Callable[[], Any]]:
-        steps: list[Step] = []
-        hidden: list[jax.Array] = []
+        Args:
+            rows: [B] int32, of the state.
+            before: [B] int32, each row's token before its last; -1 where that is the prompt's last.
+            starts: [B] int32, slot and position of the first of these two that is no token of the prompt.
+            pages: of the speculator's cache.
+            count: k.
+        """
+        draft = self.draft
+        pair = self._last_two(self._onto(draft, self._last_tokens(self.state, rows)), before)
+        last = (before >= 0).astype(np.int32)
+        at = starts[:, None] + np.arange(2, dtype=np.int32)
+        step = draft.step(pair, draft.put(at), self.draft_cache.of(draft.put(self._tables(pages))), starts, last)
+        self.draft_cache = step.cache
+        ahead = self.speculator.look_ahead(step, starts + last + np.int32(1), [()] * len(rows), count)
+        self.draft_cache = ahead.cache
+        return self._onto(self.main, ahead.tokens)
 
-        def speculate(length: int) -> Step:
-            before = steps[0] if steps else None
-            steps[:] = [self.speculate(np.zeros(length, np.int32), 0, (), length, before)]
-            return steps[0]
+    def verify(
+        self,
+        batch: Batch,
+        positions: np.ndarray,
+        slots: np.ndarray,
+        pages: Sequence[Sequence[int]],
+        proposals: ArrayLike,
+        limits: np.ndarray,
+    ) -> Chosen:
+        """The same as `decode`, with proposals [B, k] int32 behind each row's last token; of row b limits[b] count.
 
-        def prefill(length: int) -> jax.Array:
-            hidden[:] = [self.prefill(np.zeros(length, np.int32), np.zeros(length, np.int32), 0, ())]
-            return hidden[0]
+        What does not fit into a row's pages, or is no proposal that counts, is written to nobody's page or behind what
+        the row will write next.
+        """
+        cache = self.cache.of(self.main.put(self._tables(pages)))
+        step = self._verify_fn if self.eager else self._verify
+        self.cache, self.state, chosen = step(
+            self.main.weights, cache, self.state, batch, positions, slots, proposals, limits
+        )
+        return chosen
 
-        for length in self.lengths:
-            yield partial(prefill, length)
-            yield partial(speculate, length)
-        if self.window:  # a piece behind another, however few lengths there are
-            yield partial(speculate, self.lengths[0])
-        for length in self.lengths_with_logprobs:
-            zeros = np.zeros(length, np.int32)
-            yield partial(self.prefill_with_logprobs, zeros, zeros, 0, ())
-        yield lambda: self.choose(hidden[0], idle_batch(1, self.max_running))
-        for rows in self.rows:
-            at, tables = np.zeros(rows, np.int32), [()] * rows
-            yield partial(self.decode, idle_batch(rows, self.max_running), at, at, tables)
-        for size in self.sizes:
-            yield partial(self.fill_seen, self.max_running, np.zeros(size, np.int32))
-        for count in dict.fromkeys(look_aheads):
-            found: list[LookAhead] = []
-
-            def look_ahead(rows: int, count: int = count, found: list[LookAhead] = found) -> LookAhead:
-                ahead = self.look_ahead(steps * rows, [0] * rows, [()] * rows, [()] * rows, count)
-                found[:] = [ahead]
-                return LookAhead(ahead.queries, None, ahead.tokens, ahead.num_queries)
-
-            def score(size: int, found: list[LookAhead] = found) -> Any:
-                chunks = num_chunks(size, chunk_size)
-                plan = Plan(True, Reason.ENGAGED, size, chunk_size, chunks, 1, (), size, size)
-                return self.score(found[0], 0, np.zeros(size, np.int32), (), plan, pool_width)
-
-            for rows in _powers(MAX_LOOK_AHEAD_ROWS):
-                yield partial(look_ahead, rows)
-                yield partial(score, self.sizes[0])
-            for size in self.sizes[1:]:
-                yield partial(score, size)
+    def _onto(self, model: LoadedLlama, array: jax.Array) -> jax.Array:
+        """An array where a model can take it; one that no mesh holds is anywhere at home."""
+        return array if model.mesh is None else jax.device_put(array, model.whole)
 
     def _read(
         self,
@@ -368,6 +369,40 @@ class Runner:
         state, chosen = self._choose(weights, step.hidden, state, batch)
         return step.cache, state, chosen
 
+    def _check_fn(
+        self, weights: Weights, hidden: jax.Array, state: State, batch: Batch, proposals: jax.Array, limits: jax.Array
+    ) -> tuple[State, Chosen]:
+        rows, places, width = hidden.shape
+        logits = self.main.logits_fn(weights, hidden.reshape(-1, width))
+        tokens, accepted, last, seen = check_proposals(
+            logits.reshape(rows, places, -1), proposals, batch.settings, batch.index, state.seen[batch.rows], limits
+        )
+        logprobs = lax.cond(
+            (jnp.asarray(batch.top_n) >= 0).any(),
+            lambda: token_logprobs(logits, tokens.reshape(-1), MAX_LOGPROBS),
+            lambda: _no_logprobs(len(logits), logits.shape[1]),
+        )
+        logprobs = jax.tree.map(lambda x: x.reshape(rows, places, *x.shape[1:]), logprobs)
+        state = State(state.tokens.at[batch.rows].set(last), state.seen.at[batch.rows].set(seen))
+        return self._whole((state, Chosen(tokens, logprobs, accepted)))
+
+    def _verify_fn(
+        self,
+        weights: Weights,
+        cache: PagedCache,
+        state: State,
+        batch: Batch,
+        positions: Any,
+        slots: Any,
+        proposals: ArrayLike,
+        limits: Any,
+    ) -> tuple[PagedCache, State, Chosen]:
+        tokens = self._behind_last(state, batch.rows, proposals)
+        at = positions[:, None] + np.arange(tokens.shape[1], dtype=np.int32)
+        step = self.main.run(weights, tokens, at, cache, slots, np.zeros(len(slots), np.int32), every=True)
+        state, chosen = self._check(weights, step.hidden, state, batch, proposals, limits)
+        return step.cache, state, chosen
+
     def _prompt_logprobs_fn(
         self, weights: Weights, hidden: jax.Array, targets: jax.Array, last: jax.Array
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
@@ -381,16 +416,19 @@ class Runner:
         return self._whole((hidden[0, last][None], jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)))
 
 
-def idle_batch(rows: int, nobody: int) -> Batch:
-    """A batch of padding: greedy rows of the state's row `nobody`."""
-    ones, zeros, whole = np.ones(rows, np.float32), np.zeros(rows, np.float32), np.zeros(rows, np.int32)
-    settings = SamplingArrays._make((zeros, whole, ones, zeros, ones, np.zeros((rows, 2), np.uint32)))
-    return Batch(np.full(rows, nobody, np.int32), settings, whole, np.full(rows, -1, np.int32))
-
-
 def _no_logprobs(rows: int, vocabulary: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     top = (rows, min(MAX_LOGPROBS, vocabulary))
     return jnp.zeros(rows), jnp.zeros(top, jnp.int32), jnp.zeros(top)
+
+
+def _behind_last(state: State, rows: jax.Array, proposals: jax.Array) -> jax.Array:
+    """Each row's last token and its proposals, [B, k + 1]."""
+    return jnp.concatenate([state.tokens[rows][:, None], proposals], axis=1)
+
+
+def _last_two(last: jax.Array, before: jax.Array) -> jax.Array:
+    """[B, 2]: the token before the last [B, 1] and that; the last twice where the other is of no use (-1)."""
+    return jnp.concatenate([jnp.where(before[:, None] < 0, last, before[:, None]), last], axis=1)
 
 
 def _fill_seen(state: State, row: jax.Array, ids: jax.Array) -> State:

@@ -8,6 +8,10 @@ long one gets half of the pieces.
 A request goes through the phases of `Phase`. It holds pages of the speculator's cache while that reads, and pages of
 the main model's from its first piece there to its end. When decoding finds no free page, the youngest request that
 holds some gives up all of them and is computed again later, from the tokens that are known by then.
+
+A request that decodes with the speculator's proposals keeps its pages of the speculator's cache. A prompt that the
+speculator is to read takes them where no others are free; such a request then decodes plainly, until there are pages,
+and rounds in which no prompt wants a piece, for the speculator to read prompt and answer again.
 """
 
 from collections.abc import Iterable, Iterator
@@ -87,6 +91,10 @@ class Sequence:
     preemptions: int = 0
     suspect: bool = False
     """Whether it was in a round that failed: it then decodes alone until a token of it arrives."""
+    draft_tokens: int = 0
+    """Proposals that it is to have in a round of decoding; 0: it decodes plainly, and needs no draft pages for it."""
+    proposals: int = 0
+    """Of the decode step decided last, so many proposals count."""
     _hashes: list[bytes] | None = None
 
     @property
@@ -107,6 +115,11 @@ class Sequence:
         return self._hashes
 
     @property
+    def can_draft(self) -> bool:
+        """Whether the speculator's cache holds all but the last two tokens, or all of the prompt: it reads the rest."""
+        return bool(self.draft_pages) and self.draft_done >= self.num_tokens + max(self.issued - 2, 0)
+
+    @property
     def is_whole(self) -> bool:
         """Whether the main model reads the whole prompt."""
         return self.kept == self.num_tokens
@@ -114,7 +127,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Speculate:
-    """The speculator reads prompt tokens start .. start+count-1."""
+    """The speculator reads tokens start .. start+count-1 of the prompt, or of prompt and answer where one decodes."""
 
     sequence: Sequence
     start: int
@@ -150,7 +163,8 @@ class Round:
     """What the devices do next: the piece, then the decode step."""
 
     decode: tuple[Sequence, ...]
-    """Each writes into slot `done - 1` and is to get its token number `issued - 1`."""
+    """Each writes into slot `done - 1` and is to get its token number `issued - 1`; with proposals (`proposals`), which
+    are written behind it, perhaps more: `accepted` must be told of these before the next round is decided."""
     piece: Piece | None
     preempted: tuple[Sequence, ...] = ()
 
@@ -166,6 +180,7 @@ class Scheduler:
         max_running: int,
         chunk: int,
         draft_cost: float,
+        cheap_tokens: int,
         window: int = 0,
     ):
         """Schedule over two caches.
@@ -176,11 +191,13 @@ class Scheduler:
             max_running: requests that may hold pages of the main model's cache at the same time.
             chunk: prompt tokens of a piece at most, a multiple of PAGE.
             draft_cost: what a token costs in the speculator, relative to the main model.
+            cheap_tokens: tokens, proposals included, that one pass of the main model reads at the cost of a few.
             window: a prompt's last tokens whose queries are wanted; 0: the last one's.
         """
         self.pages, self.draft_pages = pages, draft_pages
         self.chunk = chunk
         self.draft_cost = draft_cost
+        self.cheap_tokens = cheap_tokens
         self.read_anew = max(window, 1)
         """Tokens at a prompt's end that the speculator reads whatever its cache holds: their queries are wanted."""
         self.sequences: dict[str, Sequence] = {}
@@ -209,9 +226,29 @@ class Scheduler:
 
     def chosen(self, sequence: Sequence, kept: int, dense: int) -> None:
         """The tokens to keep are known, or the prompt is to be read whole after all (`kept` = M)."""
-        self._drop_draft(sequence)
+        sequence.waited = False
+        if not sequence.draft_tokens:
+            self._drop_draft(sequence)
         sequence.kept, sequence.dense = kept, dense
         sequence.phase = Phase.READY
+
+    def accepted(self, sequence: Sequence, count: int) -> None:
+        """So many proposals of the step decided last were right: as many more slots are filled, and tokens known.
+
+        The caller may change `draft_tokens` before; at 0 the draft pages are given up for good.
+        """
+        sequence.done += count
+        sequence.issued += count
+        sequence.proposals = 0
+        if not sequence.draft_tokens:
+            self._drop_draft(sequence)
+        elif sequence.draft_pages:
+            sequence.draft_done = sequence.num_tokens + sequence.issued - 2
+
+    def decode_plainly(self, sequence: Sequence) -> None:
+        """A request that decodes shall have no more proposals: its draft pages are others'."""
+        sequence.draft_tokens = 0
+        self._drop_draft(sequence)
 
     def finish(self, sequence: Sequence, *, publish: bool = True) -> None:
         """A request is over, whatever it was doing: its pages are others' from now on, or shared if they may be."""
@@ -239,6 +276,11 @@ class Scheduler:
             running = suspects[:1]
         # The oldest first: it is the last to lose its pages. What is preempted meanwhile is younger.
         ready = [s for s in running if s.phase is Phase.DECODE and self._find_slot(s, preempted)]
+        drafting = [s for s in ready if s.draft_tokens and s.can_draft and not s.suspect]
+        # All are checked in one pass, which costs as much as the longest: each has what the most hopeful is to have.
+        most = max((s.draft_tokens for s in drafting), default=0)
+        for sequence in drafting:
+            sequence.proposals = self._room_for_proposals(sequence, min(most, self._cheap_proposals(len(ready))))
         for sequence in ready:
             sequence.done += 1
             sequence.issued += 1
@@ -258,7 +300,36 @@ class Scheduler:
                 return False
         return True
 
+    def _cheap_proposals(self, rows: int) -> int:
+        """Proposals a row that still cost little when so many rows decode: 0, 1, 2, 4, ..."""
+        count = self.cheap_tokens // rows - 1
+        return 1 << count.bit_length() - 1 if count > 0 else 0
+
+    def _room_for_proposals(self, sequence: Sequence, most: int) -> int:
+        """How many proposals both caches have slots for, at nobody's cost; 0 where the answer lacks one token alone."""
+        count = min(most, sequence.max_tokens - sequence.issued - 1)
+        if count <= 0:
+            return 0
+        # The last proposal is not read by the speculator.
+        used = sequence.num_tokens + sequence.issued - 1
+        if not self._grow(self.draft_pages, sequence.draft_pages, used + count):
+            count = min(count, len(sequence.draft_pages) * PAGE - used)
+            if count <= 0:
+                self._drop_draft(sequence)
+                return 0
+        if not self._grow(self.pages, sequence.pages, sequence.done + 1 + count):
+            count = len(sequence.pages) * PAGE - sequence.done - 1
+        return count
+
+    @staticmethod
+    def _grow(manager: BlockManager, pages: list[int], slots: int) -> bool:
+        """Have these pages hold so many slots, if there are free ones."""
+        more = manager.take(max(-(-slots // PAGE) - len(pages), 0))
+        pages += more or ()
+        return more is not None
+
     def _preempt(self, sequence: Sequence) -> None:
+        self._drop_draft(sequence)
         self._drop_pages(sequence, publish=True)
         sequence.phase = Phase.READY
         sequence.preemptions += 1
@@ -277,6 +348,37 @@ class Scheduler:
                 passed_over = sequence is not candidates[0]
                 self._owed = min(self._owed + 1, 1) if passed_over else max(self._owed - 1, -1)
                 return piece
+        return None if any(s.phase is Phase.WAITING for s in candidates) else self._read_again()
+
+    def _read_again(self) -> Piece | None:
+        """A piece of prompt and answer for the first request that is to have proposals and has no cache for them.
+
+        Not where the answer that is left is worth less than the reading.
+        """
+        decoding = list(self.in_phase(Phase.DECODE))
+        if not decoding or not self._cheap_proposals(len(decoding)):
+            return None
+        for sequence in decoding:
+            left = sequence.max_tokens - sequence.issued
+            wanted = sequence.draft_tokens and not (sequence.proposals or sequence.suspect or sequence.can_draft)
+            if not wanted or left < 2:
+                continue
+            known = sequence.num_tokens + len(sequence.generated)
+            if not sequence.draft_pages:
+                found = PAGE * self.draft_pages.count_published(sequence.hashes)
+                if self.draft_cost * (known - found) > left:
+                    continue
+                sequence.draft_pages = self.draft_pages.match(sequence.hashes)
+                sequence.draft_done = len(sequence.draft_pages) * PAGE
+            if not self._grow(self.draft_pages, sequence.draft_pages, known + PAGE):
+                self._drop_draft(sequence)
+                continue
+            start = sequence.draft_done // PAGE * PAGE
+            count = min(self.chunk, known - start)
+            if count > 0:
+                sequence.draft_done = start + count
+                self._publish_draft(sequence)
+                return Speculate(sequence, start, count)
         return None
 
     def _look_ahead(self, ahead: list[Sequence]) -> Piece:
@@ -320,7 +422,7 @@ class Scheduler:
             start = sequence.draft_done
             count = min(self.chunk, sequence.num_tokens - start)
             sequence.draft_done += count
-            self.draft_pages.publish(sequence.draft_pages[: sequence.draft_done // PAGE], sequence.hashes)
+            self._publish_draft(sequence)
             if sequence.draft_done == sequence.num_tokens:
                 sequence.phase = Phase.LOOK_AHEAD
             return Speculate(sequence, start, count)
@@ -338,7 +440,7 @@ class Scheduler:
         """Take the speculator's pages for the prompt and the look-ahead."""
         need = -(-(sequence.num_tokens + sequence.look_ahead - 1) // PAGE)
         found = self.draft_pages.match(sequence.hashes[: max(sequence.num_tokens - self.read_anew, 0) // PAGE])
-        rest = self.draft_pages.take(need - len(found))
+        rest = self._take_draft(need - len(found))
         if rest is None:
             self.draft_pages.release(found)
             return False
@@ -346,6 +448,15 @@ class Scheduler:
         sequence.draft_done = len(found) * PAGE
         sequence.phase = Phase.SPECULATE
         return True
+
+    def _take_draft(self, count: int) -> list[int] | None:
+        """Pages of the speculator's cache, of requests that kept them for proposals if need be: the youngest first."""
+        kept = [s for s in self.in_phase(Phase.READY, Phase.PREFILL, Phase.DECODE) if s.draft_pages]
+        if self.draft_pages.available + sum(len(s.draft_pages) for s in kept) < count:
+            return None
+        while (pages := self.draft_pages.take(count)) is None and kept:
+            self._drop_draft(kept.pop())
+        return pages
 
     def _start_main(self, sequence: Sequence) -> bool:
         """Take the main model's pages for everything that is known, and a row."""
@@ -381,6 +492,9 @@ class Scheduler:
         known = min(sequence.done, sequence.target)
         self.pages.publish(sequence.pages[: known // PAGE], self._shared_hashes(sequence))
 
+    def _publish_draft(self, sequence: Sequence) -> None:
+        self.draft_pages.publish(sequence.draft_pages[: sequence.draft_done // PAGE], sequence.hashes)
+
     def _drop_pages(self, sequence: Sequence, publish: bool) -> None:
         if publish and sequence.pages:
             self._publish(sequence)
@@ -392,3 +506,4 @@ class Scheduler:
     def _drop_draft(self, sequence: Sequence) -> None:
         self.draft_pages.release(sequence.draft_pages)
         sequence.draft_pages, sequence.draft_done, sequence.waited = [], 0, False
+        sequence.proposals = 0

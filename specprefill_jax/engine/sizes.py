@@ -28,7 +28,8 @@ def cache_sizes(main: LoadedLlama, draft: LoadedLlama, config: EngineConfig, max
     """Tokens of the main model's cache and of the speculator's.
 
     What `config` does not say is taken from the memory that is free: enough for every request that may run, if there is
-    so much, and for four prompts of the longest in the speculator's cache, which each leave it soon.
+    so much, and for four prompts of the longest in the speculator's cache, which each leave it soon; where it
+    proposes tokens, for all that may run, since they stay.
 
     Raises:
         ArgumentError: not even one page of each fits.
@@ -38,7 +39,8 @@ def cache_sizes(main: LoadedLlama, draft: LoadedLlama, config: EngineConfig, max
     if draft_tokens is None:
         longest = max_model_len + PAGE
         affordable = int(free * SPECULATOR_SHARE) // token_bytes(draft)
-        draft_tokens = min(max(affordable, longest), 4 * longest)
+        prompts = max(config.max_running, 4) if config.draft_tokens else 4
+        draft_tokens = min(max(affordable, longest), prompts * longest)
     tokens = config.cache_tokens
     if tokens is None:
         left = free - draft_tokens * token_bytes(draft)

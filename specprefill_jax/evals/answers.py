@@ -4,13 +4,12 @@
 every rule that streams have to keep. Requests must ask for `return_token_ids`, and streams for their usage.
 """
 
-import json
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from specprefill_jax.evals.load import Job
-from specprefill_jax.evals.wire import EventParser, ProtocolError, Reply, Target, open_reply, pieces_of, whole
+from specprefill_jax.evals.wire import ProtocolError, Reply, Target, events_of, open_reply, read_object, whole
 
 _REASONS = ("stop", "length")
 
@@ -57,22 +56,12 @@ async def ask(target: Target, job: Job) -> Answer:
             content = (await whole(reply, 65536)).decode(errors="replace")
             raise RefusedError(reply.status, _message(content))
         count = int(job.body.get("n") or 1)
-        return await _stream(reply, count) if job.body.get("stream") else _body(_object(await whole(reply)), count)
-
-
-def _object(content: bytes | str) -> dict[str, Any]:
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError):
-        raise ProtocolError(f"not JSON: {content[:80]!r}") from None
-    if not isinstance(value, dict):
-        raise ProtocolError(f"not a JSON object: {content[:80]!r}")
-    return value
+        return await _stream(reply, count) if job.body.get("stream") else _body(read_object(await whole(reply)), count)
 
 
 def _message(content: str) -> str:
     """An error's message; what is not shaped as OpenAI's breaks the protocol."""
-    error = _object(content).get("error")
+    error = read_object(content).get("error")
     if not isinstance(error, dict) or not isinstance(error.get("message"), str) or "type" not in error:
         raise ProtocolError(f"an error that is not OpenAI-shaped: {content[:80]!r}")
     return str(error["message"])
@@ -90,22 +79,13 @@ def _body(answer: dict[str, Any], count: int) -> Answer:
 
 
 async def _stream(reply: Reply, count: int) -> Answer:
-    kind = reply.headers.get("content-type", "")
-    if not kind.startswith("text/event-stream"):
-        raise ProtocolError(f"Content-Type {kind[:80]!r} of a stream is not text/event-stream")
-    parser, choices = EventParser(), [Choice() for _ in range(count)]
+    choices = [Choice() for _ in range(count)]
     usage: dict[str, Any] | None = None
     identity: tuple[Any, ...] | None = None
-    done = False
-    async with aclosing(pieces_of(reply)) as pieces:
-        async for piece in pieces:
-            for event in parser.feed(piece):
-                if done:
-                    raise ProtocolError(f"an event after [DONE]: {event[:80]!r}")
-                if event == "[DONE]":
-                    done = True
-                    continue
-                chunk = _object(event)
+    async with aclosing(events_of(reply)) as pieces:
+        async for events in pieces:
+            for event in events:
+                chunk = read_object(event)
                 if chunk.get("error") is not None:
                     raise RefusedError(200, _message(event))
                 if usage is not None:
@@ -118,9 +98,6 @@ async def _stream(reply: Reply, count: int) -> Answer:
                     usage = _usage(chunk, choices)
                 else:
                     _take(chunk, choices)
-    parser.finish()
-    if not done:
-        raise ProtocolError("the stream ended without [DONE]")
     if usage is None:
         raise ProtocolError("the stream ended without usage")
     return Answer(choices, usage)

@@ -1,6 +1,6 @@
 """What the scripts that run a benchmark share: their flags, the models, the results folder."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -9,22 +9,22 @@ from typing import Any, Literal
 import jax
 
 from specprefill_jax.config import check_integer
+from specprefill_jax.evals.benchmarks import Samples
 from specprefill_jax.evals.results import ResultFile
-from specprefill_jax.evals.runner import Counts, run
-from specprefill_jax.evals.samples import Sample
-from specprefill_jax.evals.settings import names_of, parse_setting
+from specprefill_jax.evals.runner import Counts, Rows, run
+from specprefill_jax.evals.settings import Setting, names_of, parse_setting
 from specprefill_jax.machine import describe
 from specprefill_jax.pipeline import SpecPrefill
 
 Method = Literal["dense", "specprefill", "product", "random", "head_tail", "bm25_chunks", "bm25_sentences"]
 
-LIBRARIES = ("rouge", "jieba", "fuzzywuzzy")
+LIBRARIES = ("rouge", "jieba", "fuzzywuzzy", "lm-eval", "datasets")
 """Packages that scores depend on; their versions go into every row, where they are installed."""
 
 
 @dataclass
-class RunArgs:
-    """Flags of every benchmark."""
+class PairArgs:
+    """Flags of every script that asks a benchmark's samples."""
 
     main: str = "smollm2-135m"
     """The model that answers: a folder, a .gguf file, a built-in name or a Hub id."""
@@ -35,38 +35,53 @@ class RunArgs:
     """Use only the speculator's first so many layers."""
     out: Path = Path("results")
     """Folder of the results; a run that was stopped goes on where it was."""
-    methods: tuple[Method, ...] = ("dense", "specprefill")
-    """Ways of reading that are compared."""
     keep_rates: tuple[float, ...] = (0.1, 0.3, 0.5)
-    """Of every method but "dense"."""
+    """Shares of a prompt that are read."""
     look_aheads: tuple[int, ...] = (8,)
-    """Queries that score, of "specprefill" and "product"; 1 is no look-ahead."""
-    settings: tuple[str, ...] = ()
-    """Ways of reading by name, in place of the three above: dense p1_full_lah8 p3 product_p3 bm25_chunks_p1."""
+    """Queries that score; 1 is no look-ahead."""
     limit: int | None = None
     """Samples of each task (and length) at most."""
     seed: int = 0
     """Of what is drawn."""
 
 
-Samples = Callable[[SpecPrefill], tuple[Iterable[Sample], int | None]]
-"""From a model, whose tokenizer may be needed, to the samples and their number."""
+@dataclass
+class RunArgs(PairArgs):
+    """Flags of every benchmark."""
+
+    methods: tuple[Method, ...] = ("dense", "specprefill")
+    """Ways of reading that are compared, each but "dense" at every keep rate."""
+    settings: tuple[str, ...] = ()
+    """Ways of reading by name, in place of methods, keep rates and look-aheads: dense p1_full_lah8 bm25_chunks_p1."""
+
+    @property
+    def ways(self) -> list[Setting]:
+        """The ways of reading; ArgumentError for one that is not allowed."""
+        names = self.settings or names_of(self.methods, self.keep_rates, self.look_aheads)
+        return [parse_setting(name) for name in names]
 
 
-def execute(args: RunArgs, benchmark: str, samples: Samples, about: Mapping[str, Any]) -> tuple[Counts, Path]:
+def execute(
+    args: PairArgs,
+    benchmark: str,
+    settings: Sequence[Setting],
+    samples: Samples,
+    about: Mapping[str, Any],
+    rows: Rows | None = None,
+) -> tuple[Counts, Path]:
     """Load the pair, ask every sample in every setting, and return what was done and the file of rows.
 
     Args:
         args: the flags.
         benchmark: names the file of rows, `<out>/<benchmark>.jsonl`.
+        settings: ways of reading.
         samples: called once with the pair.
         about: what, beside the models and the seed, all rows of the file have in common.
+        rows: what is found out of a sample, see `runner.run`.
 
     Raises:
         SpecPrefillError: flags, models, samples or an existing file that are not allowed.
     """
-    names = args.settings or names_of(args.methods, args.keep_rates, args.look_aheads)
-    settings = [parse_setting(name) for name in names]
     if args.limit is not None:
         check_integer("limit", args.limit, 1)
     check_integer("seed", args.seed, 0)
@@ -85,7 +100,7 @@ def execute(args: RunArgs, benchmark: str, samples: Samples, about: Mapping[str,
             args.main, args.speculator, args.dtype, speculator_layers=args.speculator_layers
         )
         found, total = samples(model)
-        counts = run(model, found, settings, results, seed=args.seed, versions=_versions(), total=total)
+        counts = run(model, found, settings, results, seed=args.seed, versions=_versions(), total=total, rows=rows)
     return counts, path
 
 

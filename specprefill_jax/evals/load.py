@@ -19,7 +19,7 @@ from typing import Any, Literal, Self
 
 from specprefill_jax.config import check_integer, check_real
 from specprefill_jax.errors import argument_error
-from specprefill_jax.evals.wire import EventParser, ProtocolError, Reply, Target, open_reply, pieces_of, whole
+from specprefill_jax.evals.wire import ProtocolError, Reply, Target, events_of, open_reply, read_object, whole
 
 Outcome = Literal["pending", "ok", "timeout", "cancelled", "refused", "error", "malformed", "lost"]
 """What became of a request. "refused": an HTTP status other than 200; "error": the server reported one in the stream;
@@ -180,7 +180,7 @@ async def send(target: Target, job: Job, record: Record, timeout: float | None, 
             elif job.body.get("stream"):
                 await _read_stream(reply, record, now)
             else:
-                _read_answer(_object(await whole(reply)), record)
+                _read_answer(read_object(await whole(reply)), record)
             if record.outcome == "pending":
                 record.outcome = "ok"
     except asyncio.CancelledError:
@@ -244,16 +244,6 @@ async def run_load(
 
 class _GiveUp(Exception):
     """Ends a run early."""
-
-
-def _object(content: bytes | str) -> dict[str, Any]:
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError):
-        raise ProtocolError(f"not JSON: {content[:80]!r}") from None
-    if not isinstance(value, dict):
-        raise ProtocolError(f"not a JSON object: {content[:80]!r}")
-    return value
 
 
 def _error_text(content: bytes) -> str:
@@ -322,26 +312,15 @@ def _read_answer(answer: dict[str, Any], record: Record) -> None:
 
 async def _read_stream(reply: Reply, record: Record, now: Callable[[], float]) -> None:
     """An answer that comes in events; checked for the order that clients rely on."""
-    kind = reply.headers.get("content-type", "")
-    if not kind.startswith("text/event-stream"):
-        raise ProtocolError(f"Content-Type {kind[:80]!r} of a stream is not text/event-stream")
-    parser, done = EventParser(), False
     texts: list[str] = []
     try:
-        async with aclosing(pieces_of(reply)) as pieces:
-            async for piece in pieces:
+        async with aclosing(events_of(reply)) as pieces:
+            async for events in pieces:
                 at = now()
-                for event in parser.feed(piece):
-                    if done:
-                        raise ProtocolError(f"an event after [DONE]: {event[:80]!r}")
-                    done = event == "[DONE]"
-                    if not done:
-                        _take(_object(event), record, texts, at)
-        parser.finish()
+                for event in events:
+                    _take(read_object(event), record, texts, at)
     finally:
         record.text = "".join(texts)
-    if not done:
-        raise ProtocolError("the stream ended without [DONE]")
     if record.finish_reason is None:
         raise ProtocolError("the stream ended without a finish_reason")
 

@@ -13,6 +13,9 @@ from typing import Any
 
 from specprefill_jax.errors import argument_error
 
+QUESTION = "Which of the people above carried something, and where?"
+"""Goes with `prose`, at the end of a generated prompt."""
+
 LONGBENCH_TOKENS = MappingProxyType(
     {
         **dict.fromkeys(("hotpotqa", "2wikimqa", "musique", "triviaqa"), 32),

@@ -36,6 +36,10 @@ class Counts:
     """Of the rows added, those of prompts that could not be read."""
 
 
+Rows = Callable[[SpecPrefill, Sample, Sequence[Sequence[Setting]], int], Iterator[dict[str, Any]]]
+"""Yields one row for each setting of a sample, from groups of settings that share a speculation, and the seed."""
+
+
 def run(
     model: SpecPrefill,
     samples: Iterable[Sample],
@@ -46,6 +50,7 @@ def run(
     versions: Mapping[str, str] | None = None,
     total: int | None = None,
     progress: Callable[[str], None] | None = None,
+    rows: Rows | None = None,
 ) -> Counts:
     """Add a row to the results for every sample and setting that has none yet.
 
@@ -62,6 +67,7 @@ def run(
         versions: of the libraries, into each row.
         total: number of samples, for the time left; None where it is not known.
         progress: gets a line from time to time; None: standard error.
+        rows: what is found out of a sample; None: `answers`.
 
     Raises:
         SpecPrefillError: a row is there already that a later sample would write again (two samples of one name).
@@ -80,7 +86,7 @@ def run(
         report.passed(len(settings) - count)
         if not count:
             continue
-        for row in _rows(model, sample, [group for group in missing if group], seed):
+        for row in (rows or answers)(model, sample, [group for group in missing if group], seed):
             row["versions"] = dict(versions or {})
             results.add(row)
             done += 1
@@ -93,17 +99,38 @@ def _groups(settings: Sequence[Setting]) -> list[list[Setting]]:
     """The settings in order, those that share a speculation together, where the first of them is."""
     groups: dict[object, list[Setting]] = {}
     for setting in settings:
-        shared = setting.name if setting.config is None else replace(setting.config, keep_rate=1.0)
+        config = setting.config
+        shared = setting.name if config is None else (setting.method, replace(config, keep_rate=1.0))
         groups.setdefault(shared, []).append(setting)
     return list(groups.values())
 
 
-def _rows(
+def answers(
     model: SpecPrefill, sample: Sample, groups: Sequence[Sequence[Setting]], seed: int
 ) -> Iterator[dict[str, Any]]:
-    """One row for each setting; only the settings' own work is done when it is asked for."""
+    """Rows of answers and their scores; only the settings' own work is done when a row is asked for."""
     ids = prompt_ids(sample, model.tokenizer)
-    common = {
+    common = common_fields(sample, ids, seed)
+    for group in groups:
+        started = time.perf_counter()
+        try:
+            _check_room(model, ids, sample.max_tokens, group[0])
+            found = selections(model, ids, sample.question, group, seed)
+        except SpecPrefillError as error:
+            for setting in group:
+                yield {**common, **_unread(setting, error)}
+            continue
+        seconds = time.perf_counter() - started
+        for setting, selection in zip(group, found, strict=True):
+            try:
+                yield {**common, **_answered(model, ids, sample, setting, selection, seconds)}
+            except SpecPrefillError as error:
+                yield {**common, **_unread(setting, error)}
+
+
+def common_fields(sample: Sample, ids: np.ndarray, seed: int) -> dict[str, Any]:
+    """What all rows of a sample, whose prompt is `ids` [M], have in common."""
+    return {
         "benchmark": sample.benchmark,
         "task": sample.task,
         "category": sample.category,
@@ -115,21 +142,6 @@ def _rows(
         "prompt_sha256": hashlib.sha256(ids.astype("<i4").tobytes()).hexdigest(),
         "num_tokens": len(ids),
     }
-    for group in groups:
-        started = time.perf_counter()
-        try:
-            _check_room(model, ids, sample.max_tokens, group[0])
-            selections = _selections(model, ids, sample, group, seed)
-        except SpecPrefillError as error:
-            for setting in group:
-                yield {**common, **_unread(setting, error)}
-            continue
-        seconds = time.perf_counter() - started
-        for setting, selection in zip(group, selections, strict=True):
-            try:
-                yield {**common, **_answered(model, ids, sample, setting, selection, seconds)}
-            except SpecPrefillError as error:
-                yield {**common, **_unread(setting, error)}
 
 
 def _check_room(model: SpecPrefill, ids: np.ndarray, max_tokens: int, setting: Setting) -> None:
@@ -143,16 +155,27 @@ def _check_room(model: SpecPrefill, ids: np.ndarray, max_tokens: int, setting: S
         raise SpecPrefillError(f"{len(ids)} tokens do not fit the speculator's context of {context}")
 
 
-def _selections(
-    model: SpecPrefill, ids: np.ndarray, sample: Sample, group: Sequence[Setting], seed: int
+def selections(
+    model: SpecPrefill, ids: np.ndarray, question: str, group: Sequence[Setting], seed: int
 ) -> list[Selection]:
-    """What is read in each setting of a group."""
+    """What is read of a prompt in each of several settings that differ in their keep rates alone.
+
+    Args:
+        model: the pair.
+        ids: int32 [M], the prompt.
+        question: see `Sample.question`.
+        group: the settings; one, or several with a `config`.
+        seed: of what is drawn.
+
+    Raises:
+        SpecPrefillError: the speculator failed.
+    """
     first = group[0]
     if first.config is not None:
         return model.select_rates(ids, [setting.keep_rate for setting in group], first.config)
     if first.method == "dense":
         return [Selection.whole(len(ids), Reason.DISABLED)]
-    return [choose(first.method, Request(ids, first.keep_rate, sample.question, model.tokenizer, seed))]
+    return [choose(first.method, Request(ids, first.keep_rate, question, model.tokenizer, seed))]
 
 
 def _answered(
@@ -161,9 +184,10 @@ def _answered(
     sampling = SamplingParams(max_tokens=sample.max_tokens, stop=sample.stop if model.tokenizer else ())
     output = model.generate(ids, sampling, setting.config or SpecPrefillConfig(), selection=selection)
     text = output.text if model.tokenizer else " ".join(map(str, output.token_ids))
+    score, notes = sample.grade(text)
     what = output.selection  # not what was given, where reading that failed
     return {
-        **_named(setting),
+        **named(setting),
         "num_kept": what.num_kept,
         "kept": spans(what.kept_indices),
         "reason": str(what.reason),
@@ -171,7 +195,8 @@ def _answered(
         "output": text,
         "num_generated": len(output.token_ids),
         "finish_reason": output.finish_reason,
-        "score": float(sample.score(text)),
+        "score": score,
+        **notes,
         "skipped": None,
         # The choice is made once for all keep rates of a group.
         "timings": {"choose": seconds, **output.timings.as_dict()},
@@ -179,10 +204,11 @@ def _answered(
 
 
 def _unread(setting: Setting, error: SpecPrefillError) -> dict[str, Any]:
-    return {**_named(setting), "output": None, "score": None, "skipped": str(error), "timings": {}}
+    return {**named(setting), "output": None, "score": None, "skipped": str(error), "timings": {}}
 
 
-def _named(setting: Setting) -> dict[str, Any]:
+def named(setting: Setting) -> dict[str, Any]:
+    """Which way of reading a row is of."""
     return {"setting": setting.name, "method": setting.method, "keep_rate": setting.keep_rate}
 
 

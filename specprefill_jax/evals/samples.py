@@ -2,12 +2,20 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specprefill_jax.errors import argument_error
 from specprefill_jax.tokens import Tokenizer
+
+
+class Graded(NamedTuple):
+    """A score, 0 to 1, and what else is known of how an answer was scored."""
+
+    score: float
+    notes: Mapping[str, Any]
+    """Further fields of the row; JSON-ready, and the same for the same answer."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +31,7 @@ class Sample:
     """The prompt without a chat template, or the token ids of the whole prompt as they are to be read."""
     outputs: tuple[str, ...]
     """References."""
-    score: Callable[[str], float]
+    score: Callable[[str], float | Graded]
     """What an answer is worth, 0 to 1."""
     max_tokens: int
     """Most tokens of an answer."""
@@ -49,6 +57,11 @@ class Sample:
         """Benchmark, task, bucket and key: no other sample of a results folder has the same."""
         return "/".join((self.benchmark, self.task, self.bucket, self.key))
 
+    def grade(self, answer: str) -> Graded:
+        """What an answer is worth, with whatever `score` said beside."""
+        found = self.score(answer)
+        return found if isinstance(found, Graded) else Graded(float(found), {})
+
 
 def prompt_ids(sample: Sample, tokenizer: Tokenizer | None) -> np.ndarray:
     """The token ids of a sample's whole prompt, int32 [M].
@@ -61,7 +74,39 @@ def prompt_ids(sample: Sample, tokenizer: Tokenizer | None) -> np.ndarray:
         return np.asarray(sample.input, np.int32)
     if tokenizer is None:
         raise argument_error("input", sample.input, "token ids, as the main model has no tokenizer")
+    text, special = _prompt_text(sample.input, sample, tokenizer)
+    return np.asarray(tokenizer.encode(text, add_special_tokens=special), np.int32)
+
+
+def _prompt_text(text: str, sample: Sample, tokenizer: Tokenizer) -> tuple[str, bool]:
+    """The whole prompt of an input, and whether the tokenizer is to add its BOS."""
     if sample.chat:
-        head = tokenizer.render_chat([{"role": "user", "content": sample.input}])
-        return np.asarray(tokenizer.encode(head + sample.answer_prefix, add_special_tokens=False), np.int32)
-    return np.asarray(tokenizer.encode(sample.input + sample.answer_prefix), np.int32)
+        return tokenizer.render_chat([{"role": "user", "content": text}]) + sample.answer_prefix, False
+    return text + sample.answer_prefix, True
+
+
+def true_answer(sample: Sample) -> str:
+    """An answer that is right: the first reference, or all of them where the score wants all."""
+    first, every = sample.outputs[0], ", ".join(sample.outputs)
+    return first if sample.grade(first).score >= sample.grade(every).score else every
+
+
+def true_answer_ids(sample: Sample, tokenizer: Tokenizer | None) -> list[int]:
+    """The tokens of `true_answer` as they would follow the prompt, after a space where the prompt ends in a word.
+
+    Raises:
+        ArgumentError: no tokenizer.
+        TokenizerError: a chat, and no template.
+    """
+    if tokenizer is None:
+        raise argument_error("tokenizer", None, "the main model's, for answers are texts")
+    answer = true_answer(sample)
+    alone = tokenizer.encode(answer, add_special_tokens=False)
+    if not isinstance(sample.input, str):
+        return alone
+    text, special = _prompt_text(sample.input, sample, tokenizer)
+    gap = " " if answer and text and text[-1].isascii() and not text[-1].isspace() else ""
+    ids = tokenizer.encode(text, add_special_tokens=special)
+    whole = tokenizer.encode(text + gap + answer, add_special_tokens=special)
+    # Where the end of the prompt and the answer became one token, the prompt would not be the one that is read.
+    return whole[len(ids) :] if whole[: len(ids)] == ids else alone

@@ -2,14 +2,22 @@
 
 import asyncio
 import os
+import shlex
 import signal
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+import jax
+
+from specprefill_jax.errors import SpecPrefillError
 from specprefill_jax.evals.wire import ProtocolError, Target, fetch_json
+from specprefill_jax.machine import describe
 
 
 class ServerError(Exception):
@@ -59,6 +67,57 @@ def served(
         yield process
     finally:
         _stop(process, stop_within)
+
+
+@contextmanager
+def server_at(
+    url: str | None, script: Path, main: str, speculator: str, flags: str = "", api_key: str | None = None
+) -> Iterator[tuple[Target, int | None]]:
+    """The server at `url`; or, where there is none, one that is started for the block, and its process id.
+
+    Args:
+        url: address of a server that runs.
+        script: what serves, a Python file with the flags of scripts/serve.py; it gets a free port.
+        main, speculator: the models of a server that is started.
+        flags: further flags for it, in one string as a shell takes them.
+        api_key: sent to the server; one that is started takes no other.
+
+    Raises:
+        ArgumentError: an address or a key that is not allowed.
+        ServerError: as `served`.
+    """
+    if url is not None:
+        yield Target.parse(url, api_key), None
+        return
+    target = Target("127.0.0.1", free_port(), api_key=api_key)
+    command = [sys.executable, str(script), "--main", main, "--speculator", speculator]
+    command += ["--port", str(target.port), *shlex.split(flags)]
+    environment = {"SPECPREFILL_API_KEY": api_key} if api_key else None
+    with served(command, target, environment=environment) as process:
+        yield target, process.pid
+
+
+def about_client(api_key: str | None) -> dict[str, Any]:
+    """Machine, versions and command of a measurement, for JSON; the key is not told."""
+    jax.config.update("jax_platforms", "cpu")  # describe() asks for devices, which are the server's to use
+    found = {name: value for name, value in describe().items() if name != "devices"}
+    if api_key:
+        found["command"] = found["command"].replace(api_key, "***")
+    return found
+
+
+def run_command(command: Callable[[], None]) -> None:
+    """Run a script's `command`; where something is wrong, leave with one line.
+
+    A signal to end comes as an exception, so that a server that was started is stopped first.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        command()
+    except (SpecPrefillError, ServerError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def _await_health(process: subprocess.Popen[bytes], target: Target, within: float) -> None:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specprefill_jax.evals.document import Table
+
 RESAMPLES = 2000
 
 
@@ -109,19 +111,18 @@ def against_dense(rows: Sequence[Row], seed: int = 0) -> dict[str, Estimate]:
     return {setting: bootstrap(list(tasks.values()), seed) for setting, tasks in found.items()}
 
 
-def table(head: str, columns: Sequence[str], lines: Mapping[str, Mapping[str, Estimate]]) -> str:
-    """A Markdown table of estimates as `mean [low, high]`; an empty cell is a dash.
+def table(head: str, columns: Sequence[str], lines: Mapping[str, Mapping[str, Estimate]]) -> Table:
+    """A table of estimates as `mean [low, high]`; an empty cell is a dash.
 
     Args:
         head: the first column's title.
         columns: the others, in order.
         lines: cells by line and column.
     """
-    out = [" | ".join(["", head, *columns, ""]).strip(), "|---" + "|---:" * len(columns) + "|"]
-    for name, cells in lines.items():
-        values = [cell(cells[column]) if column in cells else "-" for column in columns]
-        out.append(" | ".join(["", name, *values, ""]).strip())
-    return "\n".join(out) + "\n"
+    cells = [
+        [name, *(cell(own[column]) if column in own else "-" for column in columns)] for name, own in lines.items()
+    ]
+    return Table([head, *columns], cells)
 
 
 def cell(estimate: Estimate) -> str:

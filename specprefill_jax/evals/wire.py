@@ -195,6 +195,33 @@ async def pieces_of(reply: Reply) -> AsyncGenerator[bytes]:
         yield piece
 
 
+async def events_of(reply: Reply) -> AsyncGenerator[list[str]]:
+    """The data of a stream's events, those of one piece of the body together, up to [DONE].
+
+    Raises:
+        ProtocolError: the answer is no stream of events, breaks off within one or without [DONE], or goes on after it.
+    """
+    kind = reply.headers.get("content-type", "")
+    if not kind.startswith("text/event-stream"):
+        raise ProtocolError(f"Content-Type {kind[:80]!r} of a stream is not text/event-stream")
+    parser, done = EventParser(), False
+    async with aclosing(pieces_of(reply)) as pieces:
+        async for piece in pieces:
+            events = parser.feed(piece)
+            if done or "[DONE]" not in events:
+                before, after = ([], events) if done else (events, [])
+            else:
+                end, done = events.index("[DONE]"), True
+                before, after = events[:end], events[end + 1 :]
+            if before:
+                yield before
+            if after:
+                raise ProtocolError(f"an event after [DONE]: {after[0][:80]!r}")
+    parser.finish()
+    if not done:
+        raise ProtocolError("the stream ended without [DONE]")
+
+
 async def whole(reply: Reply, most: int = 64 * 1024 * 1024) -> bytes:
     """All of the body, or its first `most` bytes and a little."""
     content = bytearray()
@@ -204,6 +231,17 @@ async def whole(reply: Reply, most: int = 64 * 1024 * 1024) -> bytes:
             if len(content) > most:
                 break
     return bytes(content)
+
+
+def read_object(content: bytes | str) -> dict[str, Any]:
+    """The JSON object in `content`; raises `ProtocolError` for anything else."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        raise ProtocolError(f"not JSON: {content[:80]!r}") from None
+    if not isinstance(value, dict):
+        raise ProtocolError(f"not a JSON object: {content[:80]!r}")
+    return value
 
 
 async def fetch_json(

@@ -27,6 +27,8 @@ KEY_BLOCK = 256
 DIAGONAL_BLOCK = 256
 DECODE_KEY_BLOCK = 1024
 ACCELERATOR_DECODE_KEY_BLOCK = 16384
+FEW_TOKENS = 32
+"""So many new tokens are few: all of a row's queries look at a long block of keys at once, as a lone token's do."""
 Carry = tuple[jax.Array, jax.Array, jax.Array]
 Keys = Callable[[jax.Array, jax.Array, jax.Array, int], tuple[jax.Array, jax.Array]]
 MASKED = -1e30  # finite: exp(MASKED - MASKED) must not be NaN
@@ -100,14 +102,14 @@ def attend(
         q: [B, T, N, H] queries after RoPE; their keys and values are already in the cache.
         cache: the cache, of which layer `layer` (int32 scalar) is read.
         start: [B] int32, slot of the first query of each row.
-        decode_block: slots that a step looks at where T = 1: as many as the caches of a CPU hold, or for accelerators,
-            which must be kept from starting many small steps, ACCELERATOR_DECODE_KEY_BLOCK.
+        decode_block: slots that a step looks at where T is at most FEW_TOKENS: as many as the caches of a CPU hold, or
+            for accelerators, which must be kept from starting many small steps, ACCELERATOR_DECODE_KEY_BLOCK.
 
     Returns:
         [B, T, N, H] in q's dtype.
     """
-    if q.shape[1] == 1:
-        return _attend_one(q, cache, layer, start, decode_block)
+    if q.shape[1] <= FEW_TOKENS:
+        return _attend_few(q, cache, layer, start, decode_block)
     return _attend_many(q, cache, layer, start)
 
 
@@ -131,7 +133,7 @@ def _attend_many(q: jax.Array, cache: KVCache, layer: jax.Array, start: jax.Arra
 
 
 def attend_blocks(q: jax.Array, keys: Keys, start: jax.Array, kv_heads: int, capacity: int) -> jax.Array:
-    """The same as `attend` for T > 1, over whatever holds the keys.
+    """The same as `attend` for many tokens, over whatever holds the keys.
 
     Args:
         q: [B, T, N, H] queries after RoPE.
@@ -148,9 +150,7 @@ def attend_blocks(q: jax.Array, keys: Keys, start: jax.Array, kv_heads: int, cap
     rows = min(-(-tokens // (blocks * 16)) * 16, tokens)
     # Blocks of equal length; the last one overlaps the one before it rather than reach past the tokens.
     offsets = [min(i * rows, tokens - rows) for i in range(blocks)]
-    # [B, T, N, H] -> [B, K, T*G, H]: the heads that share keys make one tall matrix, token by token
-    q = q.reshape(batch, tokens, kv_heads, group, size).transpose(0, 2, 1, 3, 4)
-    q = q.reshape(batch, kv_heads, tokens * group, size)
+    q = by_key_head(q, kv_heads)
 
     def block(index: jax.Array) -> jax.Array:
         b, head, i = index // (kv_heads * blocks), index // blocks % kv_heads, index % blocks
@@ -220,13 +220,13 @@ def _step(q: jax.Array, k: jax.Array, v: jax.Array, carry: Carry, scale: float, 
     return new_top, total * keep + p.sum(axis=1), out * keep[:, None] + pv
 
 
-def _attend_one(q: jax.Array, cache: KVCache, layer: jax.Array, start: jax.Array, most: int) -> jax.Array:
-    batch, _, heads, size = q.shape
+def _attend_few(q: jax.Array, cache: KVCache, layer: jax.Array, start: jax.Array, most: int) -> jax.Array:
+    batch, tokens, _, size = q.shape
     kv_heads = cache.k.shape[2]
     scale = 1.0 / math.sqrt(size)
     key_block = _key_block(most, cache.capacity)
-    # [B, 1, N, H] -> [B, K, G, H]
-    q = q.reshape(batch, kv_heads, heads // kv_heads, size)
+    q = by_key_head(q, kv_heads)
+    last = start[:, None] + token_of(q, tokens)
 
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
@@ -236,16 +236,34 @@ def _attend_one(q: jax.Array, cache: KVCache, layer: jax.Array, start: jax.Array
         at = (layer, 0, 0, j * key_block, 0)
         k = lax.dynamic_slice(cache.k, at, (1, batch, kv_heads, key_block, size))[0]
         v = lax.dynamic_slice(cache.v, at, (1, batch, kv_heads, key_block, size))[0]
-        s = product("BKGH,BKSH->BKGS", q, k) * scale
-        seen = j * key_block + jnp.arange(key_block) <= start[:, None]
-        s = jnp.where(seen[:, None, None, :], s, MASKED)
+        s = product("BKRH,BKSH->BKRS", q, k) * scale
+        seen = j * key_block + jnp.arange(key_block) <= last[..., None]
+        s = jnp.where(seen[:, None], s, MASKED)
         new_top = jnp.maximum(top, s.max(axis=-1))
         p = jnp.exp(s - new_top[..., None])
         keep = jnp.exp(top - new_top)
-        pv = product("BKGS,BKSH->BKGH", p.astype(v.dtype), v)
+        pv = product("BKRS,BKSH->BKRH", p.astype(v.dtype), v)
         return new_top, total * keep + p.sum(axis=-1), out * keep[..., None] + pv
 
     shape = q.shape[:3]
-    carry = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, size)))
-    _, total, out = lax.fori_loop(0, start.max() // key_block + 1, step, carry)
-    return (out / total[..., None]).astype(q.dtype).reshape(batch, 1, heads, size)
+    carry = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(q.shape))
+    _, total, out = lax.fori_loop(0, (start.max() + tokens - 1) // key_block + 1, step, carry)
+    return by_token((out / total[..., None]).astype(q.dtype), tokens)
+
+
+def by_key_head(q: jax.Array, kv_heads: int) -> jax.Array:
+    """Queries [B, T, N, H] as [B, K, T * G, H]: those that share keys together, token by token."""
+    batch, tokens, heads, size = q.shape
+    q = q.reshape(batch, tokens, kv_heads, heads // kv_heads, size).transpose(0, 2, 1, 3, 4)
+    return q.reshape(batch, kv_heads, -1, size)
+
+
+def by_token(out: jax.Array, tokens: int) -> jax.Array:
+    """[B, K, T * G, H] back as [B, T, N, H]."""
+    batch, kv_heads, _, size = out.shape
+    return out.reshape(batch, kv_heads, tokens, -1, size).transpose(0, 2, 1, 3, 4).reshape(batch, tokens, -1, size)
+
+
+def token_of(q: jax.Array, tokens: int) -> np.ndarray:
+    """int32 [T * G], of which token each of the queries [..., T * G, H] is."""
+    return np.arange(q.shape[-2], dtype=np.int32) // (q.shape[-2] // tokens)

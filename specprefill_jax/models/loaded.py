@@ -15,7 +15,6 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, cast
 
@@ -30,17 +29,17 @@ from jax.typing import ArrayLike
 
 from specprefill_jax.cache import KVCache, cache_spec, make_cache
 from specprefill_jax.errors import argument_error
-from specprefill_jax.models import attention, paged
+from specprefill_jax.models import attention, paged, stacks
 from specprefill_jax.models.checkpoint import Checkpoint
 from specprefill_jax.models.config import DTYPES, LlamaConfig
 from specprefill_jax.models.llama import Block, Layout, Outer
 from specprefill_jax.models.paged import PagedCache, make_paged_cache, paged_spec
 from specprefill_jax.models.rope import Rotation, frequencies, rotation
+from specprefill_jax.models.stacks import Leaves
 from specprefill_jax.models.weights import axes_of, copy_heads, float8_names
 from specprefill_jax.sharding.mesh import NATIVE_FLOAT8, check_mesh, compute_capability, platform
 from specprefill_jax.sharding.rules import TENSOR, batch_letter, check_divides, head_copies, sharding, spec
 
-Leaves = tuple[jax.Array, ...]
 Cache = KVCache | PagedCache
 
 
@@ -260,7 +259,7 @@ class LoadedLlama:
             fused = self.fused_attention if q.shape[1] > 1 else None
             if isinstance(cache, PagedCache):
                 pages = paged.write(cache, layer, start, k, v)
-                if fused is not None:
+                if fused is not None and q.shape[1] > attention.FEW_TOKENS:
                     return pages, attention.attend_fused(q, k, v, paged.row(pages, layer), start, fused)
                 return pages, paged.attend(q, pages, layer, start, accelerator=self._accelerator)
             written = attention.write(cache, layer, start, k, v)
@@ -336,9 +335,21 @@ def load(
             if report is not None:
                 report(i + 1, config.num_layers)
 
+    def in_files(first: int, count: int) -> Iterator[dict[str, np.ndarray]]:
+        for i in range(first, first + count):
+            yield {name: copy_heads(name, array, *copies) for name, array in checkpoint.layer(i).items()}
+            if report is not None:
+                report(i + 1, config.num_layers)
+
     blocks: list[Leaves] = []
     for first, count in like_layers(config):
-        blocks += layers(first, count) if layerwise else [_stack(layers(first, count), count)]
+        if layerwise:
+            blocks += layers(first, count)
+        elif mesh is None or platform(mesh) != "cpu":
+            blocks.append(stacks.stream(layers(first, count), count))
+        else:
+            shapes = _shapes(_block(layout, kind, mesh, first))
+            blocks.append(stacks.read_in_place(in_files(first, count), count, shapes, mesh))
     return LoadedLlama(config, kind, Weights(outer, tuple(blocks)), layerwise=layerwise, layout=layout, mesh=mesh)
 
 
@@ -452,8 +463,8 @@ def _leaves(
     place: Callable[[str, np.ndarray], jax.Array],
 ) -> Leaves:
     """Arrays by name, which are used up -> a module's flat leaves, of these names, where they belong."""
-    # Together: a thread that waits for the disk keeps no other from copying. Popped: what is read is let go.
-    with ThreadPoolExecutor(4) as pool:
+    # Popped: what is read is let go.
+    with ThreadPoolExecutor(stacks.READERS) as pool:
         return tuple(pool.map(lambda name: place(name, arrays.pop(name)), names))
 
 
@@ -461,25 +472,3 @@ def _shapes(make: Callable[[nnx.Rngs], nnx.Module]) -> dict[str, Any]:
     """A module's flat leaves in its own order, shapes without arrays, by our names (`weights.Row.ours`)."""
     state = nnx.state(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     return {"_".join(path).removesuffix("_weight"): param for path, param in nnx.to_flat_state(state)}
-
-
-@partial(jax.jit, donate_argnums=0)
-def _set_layer(stack: Leaves, layer: ArrayLike, leaves: Leaves) -> Leaves:
-    return tuple(lax.dynamic_update_index_in_dim(s, x, layer, 0) for s, x in zip(stack, leaves, strict=True))
-
-
-def _empty_stack(x: jax.Array, count: int) -> jax.Array:
-    """Zeros [count, ...] of arrays like x, laid out as it is; where that is no mesh, as free to move as x is."""
-    layout = x.sharding
-    over_mesh = NamedSharding(layout.mesh, P(None, *layout.spec)) if isinstance(layout, NamedSharding) else None
-    return jnp.zeros((count, *x.shape), x.dtype, device=over_mesh)
-
-
-def _stack(layers: Iterator[Leaves], count: int) -> Leaves:
-    """Stream layers into stacked buffers, so that at most one layer is held twice."""
-    stack: Leaves = ()
-    for i, leaves in enumerate(layers):
-        if not stack:
-            stack = tuple(_empty_stack(x, count) for x in leaves)
-        stack = _set_layer(stack, np.int32(i), leaves)
-    return stack

@@ -308,17 +308,31 @@ class StoredArray:
             return np.asarray(self)[index]
         slices += (slice(None),) * (self.ndim - len(slices))
         box = [range(*s.indices(size)) for s, size in zip(slices, self.shape, strict=True)]
-        out = _fresh([len(side) for side in box], self.dtype)
-        if out.size:
-            sides = zip(box, self._piece, strict=True)
-            pieces = list(itertools.product(*(range(b.start // p, (b.stop - 1) // p + 1) for b, p in sides)))
-            if len(pieces) == 1:
-                self._read(pieces[0], box, out)
-            else:
-                list(self._pool.map(lambda piece: self._read(piece, box, out), pieces))
+        out = fresh([len(side) for side in box], self.dtype)
+        pieces = list(self._pieces(box)) if out.size else []
+        if len(pieces) == 1:
+            self._read_piece(pieces[0], box, out)
+        else:
+            list(self._pool.map(lambda piece: self._read_piece(piece, box, out), pieces))
         return out
 
-    def _read(self, piece: tuple[int, ...], box: list[range], out: np.ndarray) -> None:
+    def read(self, index: tuple[slice, ...], out: np.ndarray) -> None:
+        """Read a slice of it, in this thread, into an array of the slice's shape and this dtype.
+
+        Args:
+            index: a slice for each axis.
+            out: where to.
+        """
+        box = [range(*s.indices(size)) for s, size in zip(index, self.shape, strict=True)]
+        for piece in self._pieces(box) if out.size else ():
+            self._read_piece(piece, box, out)
+
+    def _pieces(self, box: list[range]) -> Iterator[tuple[int, ...]]:
+        """Those that hold something of a box, which is not empty."""
+        sides = zip(box, self._piece, strict=True)
+        return itertools.product(*(range(b.start // p, (b.stop - 1) // p + 1) for b, p in sides))
+
+    def _read_piece(self, piece: tuple[int, ...], box: list[range], out: np.ndarray) -> None:
         """Read one piece's share of `box` into its place in `out`."""
         inside, outside = [], []
         for i, size, side in zip(piece, self._piece, box, strict=True):
@@ -424,7 +438,7 @@ def _scratch(size: int, dtype: np.dtype) -> np.ndarray:
     return room[: size * dtype.itemsize].view(dtype)
 
 
-def _fresh(shape: Iterable[int], dtype: np.dtype) -> np.ndarray:
+def fresh(shape: Iterable[int], dtype: np.dtype) -> np.ndarray:
     """An empty array, aligned such that JAX on the CPU takes it as it is."""
     shape = tuple(shape)
     nbytes = math.prod(shape) * dtype.itemsize

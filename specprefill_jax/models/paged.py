@@ -115,8 +115,8 @@ def attend(q: jax.Array, cache: PagedCache, layer: jax.Array, start: jax.Array, 
     Returns:
         [B, T, N, H] in q's dtype.
     """
-    if q.shape[1] == 1:
-        return _attend_one(q, cache, layer, start, accelerator)
+    if q.shape[1] <= attention.FEW_TOKENS:
+        return _attend_few(q, cache, layer, start, accelerator)
 
     def keys(b: jax.Array, head: jax.Array, slot: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
         slots = slot + jnp.arange(count)
@@ -139,8 +139,8 @@ def row(cache: PagedCache, layer: jax.Array) -> tuple[jax.Array, jax.Array]:
     return gathered(cache.k), gathered(cache.v)
 
 
-def _attend_one(q: jax.Array, cache: PagedCache, layer: jax.Array, start: jax.Array, accelerator: bool) -> jax.Array:
-    batch, _, heads, size = q.shape
+def _attend_few(q: jax.Array, cache: PagedCache, layer: jax.Array, start: jax.Array, accelerator: bool) -> jax.Array:
+    tokens, size = q.shape[1], q.shape[3]
     kv_heads, width = cache.k.shape[0], cache.tables.shape[1]
     pages = min(ACCELERATOR_DECODE_PAGES if accelerator else DECODE_PAGES, width)
     blocks = -(-width // pages)
@@ -148,28 +148,30 @@ def _attend_one(q: jax.Array, cache: PagedCache, layer: jax.Array, start: jax.Ar
     scale = size**-0.5
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+    q = attention.by_key_head(q, kv_heads)
+    token = attention.token_of(q, tokens)
 
     def one(q: jax.Array, table: jax.Array, start: jax.Array) -> jax.Array:
-        """One row: [K, G, H] -> float32 [K, G, H]."""
+        """One row: [K, T * G, H] -> float32 [K, T * G, H]."""
 
         def step(j: jax.Array, carry: attention.Carry) -> attention.Carry:
             top, total, out = carry
             # [pages] -> [K, pages, PAGE, H] -> [K, S, H]
             at = lax.dynamic_slice_in_dim(table, j * pages, pages)
             k, v = (x[:, layer, at].reshape(kv_heads, pages * PAGE, size) for x in (cache.k, cache.v))
-            s = product("KGH,KSH->KGS", q, k) * scale
-            s = jnp.where(j * pages * PAGE + jnp.arange(pages * PAGE) <= start, s, attention.MASKED)
+            s = product("KRH,KSH->KRS", q, k) * scale
+            seen = j * pages * PAGE + jnp.arange(pages * PAGE) <= (start + token)[:, None]
+            s = jnp.where(seen, s, attention.MASKED)
             new_top = jnp.maximum(top, s.max(axis=-1))
             p = jnp.exp(s - new_top[..., None])
             keep = jnp.exp(top - new_top)
-            pv = product("KGS,KSH->KGH", p.astype(v.dtype), v)
+            pv = product("KRS,KSH->KRH", p.astype(v.dtype), v)
             return new_top, total * keep + p.sum(axis=-1), out * keep[..., None] + pv
 
         carry = (jnp.full(q.shape[:2], attention.MASKED), jnp.zeros(q.shape[:2]), jnp.zeros(q.shape))
-        _, total, out = lax.fori_loop(0, start // (pages * PAGE) + 1, step, carry)
+        _, total, out = lax.fori_loop(0, (start + tokens - 1) // (pages * PAGE) + 1, step, carry)
         return out / total[..., None]
 
-    # [B, 1, N, H] -> [B, K, G, H]
-    rows = (q.reshape(batch, kv_heads, heads // kv_heads, size), tables, start)
+    rows = (q, tables, start)
     out = jax.vmap(one)(*rows) if accelerator else lax.map(lambda row: one(*row), rows)
-    return out.astype(q.dtype).reshape(batch, 1, heads, size)
+    return attention.by_token(out.astype(q.dtype), tokens)

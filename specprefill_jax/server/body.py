@@ -71,8 +71,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
         seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {reprlib.repr(twice)} is given twice")
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"the key {reprlib.repr(key)} is given twice")
+            seen.add(key)
     return value
 
 

@@ -3,14 +3,17 @@
 import json
 import math
 import re
+from dataclasses import fields
 
 from starlette.responses import Response
 
+from specprefill_jax.config import SpecPrefillConfig
 from specprefill_jax.engine.request import QueueFullError, UnavailableError
 from specprefill_jax.errors import SpecPrefillError
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 499: "client_gone"}
 _ARGUMENT = re.compile(r"(\w+)(?:\[\d+\])?=")
+_SETTINGS = frozenset(setting.name for setting in fields(SpecPrefillConfig))
 
 
 class ApiError(Exception):
@@ -58,12 +61,15 @@ def internal(request_id: str) -> ApiError:
     return ApiError(500, f"the server failed; its log has the reason under {request_id}", code="internal_error")
 
 
-def refused(error: SpecPrefillError, within: str = "") -> ApiError:
-    """What a client is told of an error raised on its input; `within` goes before the argument's name, as in `a.`."""
+def refused(error: SpecPrefillError) -> ApiError:
+    """What a client is told of an error raised on its input; a setting is named where a body has it, `specprefill`."""
     message = str(error)
     if isinstance(error, QueueFullError):
         return ApiError(429, message, code="queue_full", retry_after=error.retry_after)
     if isinstance(error, UnavailableError):
         return ApiError(503, message, code="engine_unavailable", retry_after=30.0)
     named = _ARGUMENT.match(message)
-    return invalid(within + message if named else message, within + named[1] if named else None)
+    if named is None:
+        return invalid(message)
+    within = "specprefill." if named[1] in _SETTINGS else ""
+    return invalid(within + message, within + named[1])

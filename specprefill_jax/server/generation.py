@@ -101,10 +101,11 @@ class Generation:
 
         Raises ClientGone once the client has left (see `watching`), and ApiError where the engine gave up a request.
         """
-        if not self._pending and not self._gone:
-            self._news.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), timeout)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while not self._pending and not self._gone:  # the news may be of what an earlier batch held
+                    self._news.clear()
+                    await self._news.wait()
         if self._gone:
             raise ClientGone
         batch: list[tuple[int, Event]] = []

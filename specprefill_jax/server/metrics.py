@@ -62,6 +62,9 @@ _COUNTERS: dict[str, tuple[str, Callable[[Stats], float]]] = {
     "vllm:prefix_cache_queries": ("Prompt tokens looked up in the cache", lambda s: s.prompt_tokens),
     "vllm:prefix_cache_hits": ("Prompt tokens found in the cache", lambda s: s.cached_tokens),
     "vllm:num_preemptions": ("Requests that lost their pages and were computed again", lambda s: s.preemptions),
+    "vllm:spec_decode_num_drafts": ("Steps of a request that checked the speculator's proposals", lambda s: s.drafts),
+    "vllm:spec_decode_num_draft_tokens": ("Tokens that the speculator proposed", lambda s: s.proposed_tokens),
+    "vllm:spec_decode_num_accepted_tokens": ("Of these, those that were right", lambda s: s.accepted_tokens),
     "specprefill:preemptions": ("The same, under our name", lambda s: s.preemptions),
     "specprefill:kept_tokens": (
         "Prompt tokens that were read or found in the cache",

@@ -70,7 +70,7 @@ def read_config(defaults: SpecPrefillConfig, options: SpecPrefillOptions) -> Spe
     try:
         return replace(defaults, **options.settings())
     except SpecPrefillError as error:
-        raise refused(error, "specprefill.") from None
+        raise refused(error) from None
 
 
 def read_sampling(body: GenerationBody, max_tokens: int, logprobs: int | None) -> SamplingParams:
@@ -146,6 +146,7 @@ def build(
                     config=config,
                     generation_tail=prompt.generation_tail,
                     prompt_logprobs=logprobs if echo else None,
+                    draft_tokens=body.specprefill.draft_tokens,
                     clock=copy.deepcopy(arrival.clock),
                 )
             )

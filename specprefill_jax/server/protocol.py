@@ -176,6 +176,8 @@ class SpecPrefillOptions(Body):
     max_entropy: float | None = None
     ttft_budget_ms: float | None = None
     query_window: int | None = None
+    draft_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Proposals a step of decoding, at most; no more than the engine makes."""
     map: bool = False
     """Whether the answer says which chunks were kept."""
 
@@ -189,7 +191,7 @@ class SpecPrefillOptions(Body):
 
     def settings(self) -> dict[str, Any]:
         """The fields of `SpecPrefillConfig` that were given."""
-        return self.model_dump(exclude={"map"}, exclude_none=True)
+        return self.model_dump(exclude={"map", "draft_tokens"}, exclude_none=True)
 
 
 class StreamOptions(Body):

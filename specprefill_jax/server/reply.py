@@ -60,6 +60,8 @@ def what_was_read(end: Finished, requested: KeepRate, with_map: bool) -> dict[st
         "predicted_gain": selection.plan.predicted_gain,
         "predicted_ttft_ms": selection.plan.predicted_ttft_ms,
         "over_budget": selection.plan.over_budget,
+        "proposed_tokens": end.proposed_tokens,
+        "accepted_tokens": end.accepted_tokens,
         "timings": {name: round(value, 6) for name, value in seconds.items()},
     }
     return told | _map(selection) if with_map else told

@@ -95,6 +95,8 @@ def expected_attention(q: np.ndarray, cache: PagedCache, tables: np.ndarray, sta
         (1, "float32", True),
         (1, "bfloat16", True),
         (31, "bfloat16", False),
+        (31, "float32", True),
+        (32, "float32", False),
         (33, "float32", False),
         (64, "float32", False),
     ],
@@ -110,14 +112,15 @@ def test_attention_is_over_the_row_s_slots_up_to_its_own(tokens, dtype, accelera
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=tolerance)
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 32])
 @pytest.mark.parametrize("accelerator", [False, True])
-def test_rows_longer_than_a_step(accelerator, monkeypatch):
+def test_rows_longer_than_a_step(accelerator, tokens, monkeypatch):
     """Steps of two pages over five: the last is not a whole one."""
     for name in ("DECODE_PAGES", "ACCELERATOR_DECODE_PAGES"):
         monkeypatch.setattr(paged, name, 2)
     cache, tables = filled("float32", 11)
-    q = drawn("float32", 2, 3, 1, HEADS, SIZE)
-    start = np.array([159, 63, 64], np.int32)
+    q = drawn("float32", 2, 3, tokens, HEADS, SIZE)
+    start = np.array([160 - tokens, 63, 64], np.int32)
     out = jax.jit(partial(paged.attend, accelerator=accelerator))(q, cache, np.int32(LAYER), start)
     np.testing.assert_allclose(out, expected_attention(np.asarray(q), cache, tables, start), atol=1e-5)
 

@@ -54,6 +54,7 @@ REQUESTS = st.tuples(
             "look_ahead": st.sampled_from([0, 0, 1, 8]),
             "chunks": st.sets(st.integers(0, 8), max_size=4),
             "share": st.sampled_from([True, True, True, False]),
+            "draft_tokens": st.sampled_from([0, 1, 3, 8, 16]),
         }
     ),
 )
@@ -76,9 +77,12 @@ ACTIONS = st.one_of(
     max_running=st.integers(1, 5),
     chunk=st.sampled_from([PAGE, CHUNK, 4 * PAGE]),
     late=st.booleans(),
+    cheap_tokens=st.sampled_from([6, 1000]),
 )
-def test_whatever_comes_each_gets_what_it_would_get_alone(actions, pages, draft_pages, max_running, chunk, late):
-    simulation = Simulation(pages, draft_pages, max_running, chunk, late=late)
+def test_whatever_comes_each_gets_what_it_would_get_alone(
+    actions, pages, draft_pages, max_running, chunk, late, cheap_tokens
+):
+    simulation = Simulation(pages, draft_pages, max_running, chunk, late=late, cheap_tokens=cheap_tokens)
     submitted, cancelled = 0, 0
     for action, value in actions:
         jobs = list(simulation.jobs.values())
@@ -88,9 +92,9 @@ def test_whatever_comes_each_gets_what_it_would_get_alone(actions, pages, draft_
             if simulation.fits(length, value["max_tokens"], length, ahead):
                 name = f"r{submitted}"
                 submitted += 1
-                simulation.submit(
-                    name, prompt(length, value["family"]), value["max_tokens"], ahead, kept, value["share"]
-                )
+                beginning = prompt(length, value["family"])
+                options = {name: value[name] for name in ("max_tokens", "share", "draft_tokens")}
+                simulation.submit(name, beginning, look_ahead=ahead, kept=kept, **options)
         elif action == "rounds":
             for _ in range(value):
                 if simulation.jobs:
@@ -376,3 +380,136 @@ def test_a_suspect_decodes_alone_and_the_others_go_on_when_it_is_cleared():
     assert [s.request_id for s in simulation.round().decode] == ["r1"]
     assert [s.request_id for s in simulation.round().decode] == ["r0", "r1", "r2"]
     simulation.run()
+
+
+# proposals
+
+
+def drafted(simulation: Simulation, name: str) -> list[int]:
+    """How many proposals each decode step of a request had; as the rounds go by."""
+    counts: list[int] = []
+    real = simulation.scheduler.schedule
+
+    def schedule():
+        plan = real()
+        counts.extend(s.proposals for s in plan.decode if s.request_id == name)
+        return plan
+
+    simulation.scheduler.schedule = schedule
+    return counts
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_request_keeps_the_speculator_s_cache_for_its_answer(late):
+    """From its first step on; several tokens a step, and the answer is the same."""
+    simulation = Simulation(late=late)
+    job = simulation.submit("one", prompt(150), max_tokens=60, look_ahead=8, kept=kept_of(150, {2}), draft_tokens=4)
+    counts = drafted(simulation, "one")
+    simulation.run()
+    assert job.sequence.generated == job.answer
+    assert counts[0] == 4
+    assert set(counts[:-1]) == {4} or job.sequence.draft_tokens == 0
+    assert 0 < job.accepted < job.proposed
+    assert len(counts) == 59 - job.accepted
+    assert not any(isinstance(p, Speculate) and p.sequence.phase is Phase.DECODE for p in pieces_of(simulation, "one"))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_prompt_takes_the_pages_that_are_kept_for_proposals_and_they_are_read_again(late):
+    simulation = Simulation(draft_pages=12, late=late)
+    first = simulation.submit("first", prompt(200), 120, look_ahead=8, kept=kept_of(200, {2}), draft_tokens=2)
+    counts = drafted(simulation, "first")
+    while len(counts) < 3:
+        simulation.round()
+    assert counts[:3] == [2, 2, 2]
+    assert len(first.sequence.draft_pages) == 7
+    simulation.submit("second", prompt(300, 1), max_tokens=3, look_ahead=8, kept=kept_of(300, {3}))
+    simulation.round()
+    assert first.sequence.draft_pages == []
+    while simulation.jobs.get("second"):
+        simulation.round()
+    plain = counts[3:].count(0)
+    assert plain >= 5  # the second's pieces, at least
+    before = len(counts)
+    first.sequence.draft_tokens = 2
+    simulation.run()
+    assert 2 in counts[before:]
+    again = [p for p in pieces_of(simulation, "first") if isinstance(p, Speculate) and p.start + p.count > 200]
+    assert again, "prompt and answer are read again"
+    assert first.sequence.generated == first.answer
+
+
+def test_two_that_propose_share_a_small_cache_with_whoever_comes():
+    """The youngest's pages go first; nobody waits for them."""
+    simulation = Simulation(draft_pages=16, pages=100, late=False)
+    for i in range(2):
+        simulation.submit(f"r{i}", prompt(150, i), 200, look_ahead=8, kept=kept_of(150, {2}), draft_tokens=1)
+    while not all(job.sequence.proposals or job.sequence.draft_pages for job in simulation.jobs.values()) or any(
+        job.sequence.phase is not Phase.DECODE for job in simulation.jobs.values()
+    ):
+        simulation.round()
+    simulation.submit("new", prompt(180, 2), 1, look_ahead=8, kept=kept_of(180, {1}))
+    simulation.round()
+    assert simulation.jobs["r0"].sequence.draft_pages
+    assert simulation.jobs["r1"].sequence.draft_pages == []
+    simulation.run()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 64, 130])
+def test_one_that_is_read_whole_has_the_speculator_read_it_while_it_decodes(late, length):
+    simulation = Simulation(late=late)
+    job = simulation.submit("one", prompt(length), max_tokens=50, draft_tokens=8)
+    counts = drafted(simulation, "one")
+    simulation.run()
+    assert counts[0] == 0
+    assert max(counts[:5]) == 8
+    assert job.sequence.generated == job.answer
+    assert job.accepted > 0
+
+
+def test_what_is_left_of_an_answer_must_be_worth_the_reading():
+    simulation = Simulation(draft_cost=1.0)
+    job = simulation.submit("one", prompt(130), max_tokens=100, draft_tokens=8)
+    simulation.run()
+    assert (job.proposed, len(pieces_of(simulation, "one"))) == (0, 3)
+
+
+def test_a_cache_without_a_free_page_gives_as_many_proposals_as_there_is_room_for():
+    """In the main model's: nobody is preempted for them. In the speculator's: the request goes on plainly."""
+    simulation = Simulation(pages=4, late=False)
+    job = simulation.submit("one", prompt(60), max_tokens=36, look_ahead=8, kept=np.arange(60), draft_tokens=16)
+    counts = drafted(simulation, "one")
+    simulation.run()
+    assert simulation.preemptions == []
+    assert counts[0] == 16
+    small = Simulation(draft_pages=4, late=False)  # three pages: 96 tokens
+    job = small.submit("one", prompt(88), max_tokens=60, look_ahead=8, kept=np.arange(88), draft_tokens=4)
+    counts = drafted(small, "one")
+    small.run()
+    assert counts[0] == 4
+    assert counts[-10:] == [0] * 10
+    assert 1 <= job.proposed <= 4 * counts.count(4) + 3
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_more_decode_the_fewer_proposals_each_has(late):
+    """Six tokens are cheap: so one row may have four proposals (of 1, 2, 4, ...), two rows two, three rows one."""
+    simulation = Simulation(late=late, cheap_tokens=6)
+    counts: dict[int, int] = {}
+    real = simulation.scheduler.schedule
+
+    def schedule():
+        plan = real()
+        most = max((s.proposals for s in plan.decode), default=0)
+        counts[len(plan.decode)] = max(most, counts.get(len(plan.decode), 0))
+        return plan
+
+    simulation.scheduler.schedule = schedule
+    for i in range(4):
+        length = 40 + i
+        simulation.submit(
+            f"r{i}", prompt(length, i % 3), 80 - 20 * i, look_ahead=8, kept=np.arange(length), draft_tokens=8
+        )
+    simulation.run()
+    assert counts == {0: 0, 1: 4, 2: 2, 3: 1, 4: 0}

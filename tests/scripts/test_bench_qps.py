@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from load_server import serving, stream, whole
 from script_modules import SCRIPTS, load_script
 
 from specprefill_jax.errors import ArgumentError
+from specprefill_jax.evals import qps
 from specprefill_jax.evals.load import Record
 from specprefill_jax.evals.rates import mix_ceiling
 from specprefill_jax.evals.served import ServerError
@@ -71,8 +73,8 @@ def simulate(monkeypatch, service, cached: int = 0) -> list[dict]:
     async def fetch_json(target, path, body=None):
         return {"/v1/models": (200, {"data": [CARD]}), "/version": (404, None)}[path]
 
-    monkeypatch.setattr(script, "run_load", run_load)
-    monkeypatch.setattr(script, "fetch_json", fetch_json)
+    monkeypatch.setattr(qps, "run_load", run_load)
+    monkeypatch.setattr(qps, "fetch_json", fetch_json)
     return bodies
 
 
@@ -82,7 +84,7 @@ def service(body: dict) -> float:
 
 
 def measure(tmp_path, **given) -> dict:
-    args = script.Args(**{"url": URL, "generate": 320, "pause": 0.0, "out": tmp_path / "a.json", **given})
+    args = qps.QpsArgs(**{"url": URL, "generate": 320, "pause": 0.0, "out": tmp_path / "a.json", **given})
     script.main(args)
     return json.loads((tmp_path / "a.json").read_text())
 
@@ -148,8 +150,8 @@ def test_ceiling_for_a_pair_that_is_known(monkeypatch, tmp_path, cached):
         def __init__(self, name: str):
             self.config = pair[name]
 
-    monkeypatch.setattr(script, "open_checkpoint", Opened)
-    monkeypatch.setattr(script, "start", lambda args, key, stack: None)
+    monkeypatch.setattr(qps, "open_checkpoint", Opened)
+    monkeypatch.setattr(script, "server_at", lambda *server: nullcontext((None, None)))
     found = measure(
         tmp_path, url=None, main="big", speculator="small", rates=(0.2, 0.4, 2.0, 6.0), keep_rates=(0.1, 0.5)
     )
@@ -189,7 +191,7 @@ def test_a_timeout_by_what_one_takes_alone(monkeypatch, tmp_path):
     [alone] = {run["timeout"] / 2 for run in found["runs"] if run["mode"] == "dense"}
     assert dense["max_rate"] == pytest.approx(1 / (alone - alone / 7), rel=0.003)
     with pytest.raises(ValueError, match=r"timeout_factor=1.0 is not allowed"):
-        script.check(script.Args(url=URL, generate=320, timeout_factor=1.0))
+        qps.check(qps.QpsArgs(url=URL, generate=320, timeout_factor=1.0))
 
 
 def test_poisson_protocol(monkeypatch, tmp_path):
@@ -271,7 +273,7 @@ def test_shared_prefix(monkeypatch, tmp_path):
 )
 def test_bad_arguments(given, said):
     with pytest.raises(ArgumentError, match=said):
-        script.main(script.Args(**{"url": URL, "generate": 320, **given}))
+        script.main(qps.QpsArgs(**{"url": URL, "generate": 320, **given}))
 
 
 def test_against_a_server_over_http(tmp_path, capsys):
@@ -322,7 +324,7 @@ def test_servers_that_cannot_be_measured(answers, said):
     with serving(lambda path, body: [answers.get(path, missing)]) as seen:
         url = f"http://127.0.0.1:{seen.target.port}"
         with pytest.raises(ServerError, match=said):
-            script.main(script.Args(url=url, generate=320))
+            script.main(qps.QpsArgs(url=url, generate=320))
 
 
 def test_a_server_that_is_lost_in_a_run_is_no_rate_that_fails(tmp_path):
@@ -343,7 +345,7 @@ def test_a_model_that_is_not_there():
     with serving(lambda path, body: [whole({"data": [CARD]})]) as seen:
         url = f"http://127.0.0.1:{seen.target.port}"
         with pytest.raises(ServerError, match="lists no model 'other'"):
-            script.main(script.Args(url=url, generate=320, model="other"))
+            script.main(qps.QpsArgs(url=url, generate=320, model="other"))
 
 
 SERVE = """
@@ -395,36 +397,3 @@ def test_interrupted_it_leaves_no_server_behind(tmp_path):
     arguments = (tmp_path / "argv").read_text()
     assert arguments.startswith("--main m --speculator s --port ")
     assert arguments.endswith(" --dtype bfloat16")
-
-
-def test_a_signal_to_end_leaves_by_the_same_way():
-    """As an exception, that is, which stops the server as Ctrl-C does (tests/evals/test_served.py)."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(SystemExit) as left:
-            script.run(lambda: signal.raise_signal(signal.SIGTERM))
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert left.value.code == 128 + signal.SIGTERM
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (ServerError("it is gone"), "error: it is gone"),
-        (ArgumentError("x=1"), "error: x=1"),
-        (KeyboardInterrupt(), 130),
-    ],
-)
-def test_what_goes_wrong_is_told_in_one_line(error, code):
-    before = signal.getsignal(signal.SIGTERM)
-
-    def fail():
-        raise error
-
-    try:
-        with pytest.raises(SystemExit) as left:
-            script.run(fail)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert left.value.code == code

@@ -228,9 +228,10 @@ class TestFlags:
             assert serve.main(["--port", str(port)]) == 2
         assert f"127.0.0.1:{port}" in capsys.readouterr().err
 
-    def test_url(self):
+    def test_listen(self):
         for address in ("127.0.0.1", "0.0.0.0"):
             with serve.listen(address, 0) as listening:
-                assert serve.url(listening) == f"http://127.0.0.1:{listening.getsockname()[1]}"
+                host, port = listening.getsockname()
+                assert (host, serve.url(host, port)) == (address, f"http://127.0.0.1:{port}")
         with pytest.raises(ArgumentError, match="host:port"):
             serve.listen("no such host", 1)

@@ -59,15 +59,3 @@ def test_a_cluster_of_our_own_wants_a_token(monkeypatch, address):
     assert serve_ray.os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
     assert ("RAY_AUTH_MODE" in serve_ray.os.environ) is (address is None)
     assert len(serve_ray.os.environ.get("RAY_AUTH_TOKEN", "")) == (64 if address is None else 0)
-
-
-def test_addresses():
-    assert serve_ray.url("0.0.0.0", 8000) == "http://127.0.0.1:8000"
-    assert serve_ray.url("::1", 8000) == "http://[::1]:8000"
-    assert [serve_ray.loopback(host) for host in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "me.example")] == [
-        True,
-        True,
-        True,
-        False,
-        False,
-    ]

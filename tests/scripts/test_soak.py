@@ -14,6 +14,8 @@ from server.running import Server
 
 from specprefill_jax.engine.request import Stats
 from specprefill_jax.errors import ArgumentError, argument_error
+from specprefill_jax.evals import soak as soaking
+from specprefill_jax.evals import soak_mix
 from specprefill_jax.evals.answers import Choice
 from specprefill_jax.evals.wire import Target
 from specprefill_jax.sampling import sample, sampling_arrays
@@ -46,7 +48,7 @@ def soak(another, capsys, tmp_path):
         url = another(engine).url
         given = {"minutes": 0.02, "concurrency": 4, "cases": 20, "prompt_tokens": (8, 600), "max_tokens": 12}
         try:
-            script.main(script.Args(url=url, out=out, **given | settings))
+            script.main(soak_mix.SoakArgs(url=url, out=out, **given | settings))
         except SystemExit as left:
             return json.loads(out.read_text()), left.code
         return json.loads(out.read_text()), 0
@@ -78,20 +80,20 @@ def test_a_server_that_is_right(soak, capsys, tokenizer):
 
 @pytest.mark.parametrize("has_text", [False, True])
 def test_everything_is_in_the_mix(has_text):
-    server = script.Server(None, "model", 4096, has_text, 512)
-    mix = script.Mix(script.Args(prompt_tokens=(8, 600)), server)
+    server = soak_mix.Server(None, "model", 4096, has_text, 512)
+    mix = soak_mix.Mix(soak_mix.SoakArgs(prompt_tokens=(8, 600)), server)
     cases = [mix.case(serial) for serial in range(80)]
     options = {name for case in cases for name in case.body}
     assert {"seed", "top_p", "top_k", "min_p", "repetition_penalty", "n", "ignore_eos", "stop_token_ids"} <= options
     assert {"logprobs", "temperature", "max_tokens", "specprefill"} <= options
     assert ({"stop", "messages"} <= options) == has_text
     assert {case.sparse for case in cases} == {True, False}
-    again = script.Mix(script.Args(prompt_tokens=(8, 600)), server)
+    again = soak_mix.Mix(soak_mix.SoakArgs(prompt_tokens=(8, 600)), server)
     assert [again.case(serial).body for serial in range(80)] == [case.body for case in cases]
 
 
 def test_conversations_go_on_with_the_answers():
-    mix = script.Mix(script.Args(), script.Server(None, "model", 4096, False, 512))
+    mix = soak_mix.Mix(soak_mix.SoakArgs(), soak_mix.Server(None, "model", 4096, False, 512))
     first = mix.turn(0, None, None)
     second = mix.turn(1, first, Choice(token_ids=[7, 8]))
     length = len(first.body["prompt"])
@@ -101,13 +103,13 @@ def test_conversations_go_on_with_the_answers():
 
 
 def test_wrong_tokens_are_found(soak, monkeypatch):
-    engine, load = Engine(make_tokenizer()), script.Soak.load
+    engine, load = Engine(make_tokenizer()), soaking.Soak.load
 
     def fails_under_load(self):
         engine.answer = "good evening"
         return load(self)
 
-    monkeypatch.setattr(script.Soak, "load", fails_under_load)
+    monkeypatch.setattr(soaking.Soak, "load", fails_under_load)
     result, left = soak(engine)
     assert "wrong answers" in left
     assert {one["what"] for one in result["wrong"]} <= {"tokens", "finish_reason", "text"}
@@ -115,7 +117,7 @@ def test_wrong_tokens_are_found(soak, monkeypatch):
 
 
 def test_what_is_left_over_is_found(soak, monkeypatch):
-    monkeypatch.setattr(script, "SETTLE", 0.1)
+    monkeypatch.setattr(soaking, "SETTLE", 0.1)
     engine = Engine()
     engine.done = replace(IDLE, running=1, cache_usage=0.1, compiles_after_warm_up=2)
     left = soak(engine)[1]
@@ -126,15 +128,15 @@ def test_what_is_left_over_is_found(soak, monkeypatch):
 
 def test_failing_requests_are_found(soak, monkeypatch):
     engine = Engine()
-    found = script.violations(script.Args(), script.Tally(), {"ended by error": 2.0}, None)
+    found = soaking.violations(soak_mix.SoakArgs(), soaking.Tally(), {"ended by error": 2.0}, None)
     assert "2 requests failed in the engine" in found
-    load = script.Soak.load
+    load = soaking.Soak.load
 
     def fails_under_load(self):
         engine.fails_after = 0
         return load(self)
 
-    monkeypatch.setattr(script.Soak, "load", fails_under_load)
+    monkeypatch.setattr(soaking.Soak, "load", fails_under_load)
     result, left = soak(engine)
     assert "broken or refused" in left
     assert any("RefusedError" in line for line in result["broken"])
@@ -147,7 +149,7 @@ def test_the_numbers_of_a_draw_are_those_that_the_server_draws_by():
         settings = sampling_arrays([0.7], seed=[seed])
         for step in (0, 3):
             drawn = int(drawing(logits[None], settings, step)[0])
-            assert drawn == int(np.argmax(logits / np.float32(0.7) + script.gumbel(seed, step, 64)))
+            assert drawn == int(np.argmax(logits / np.float32(0.7) + soaking.gumbel(seed, step, 64)))
 
 
 @pytest.mark.parametrize("drawing", [{"temperature": 0}, {"temperature": 0.5, "seed": 7}])
@@ -156,11 +158,11 @@ def test_tokens_that_are_equal_but_for_rounding_are_ties(another, path, drawing)
     tokenizer = make_tokenizer()
     first, second = (tokenizer.decode([token]) for token in (0, 1))  # the scripted engine finds both equally likely
     engine = Engine(tokenizer)
-    server = script.connect(Target.parse(another(engine).url), None)
+    server = soak_mix.connect(Target.parse(another(engine).url), None)
     server.vocab_size = 300
-    run = script.Soak(script.Args(), server, Console(quiet=True), None)
+    run = soaking.Soak(soak_mix.SoakArgs(), server, Console(quiet=True), None)
     prompt = {"prompt": "hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
-    case = script.Case(path, {**prompt, **drawing, "max_tokens": 4, "specprefill": {"enabled": False}}, False)
+    case = soak_mix.Case(path, {**prompt, **drawing, "max_tokens": 4, "specprefill": {"enabled": False}}, False)
 
     async def leave_the_reference():
         engine.answer = 20 * first
@@ -173,7 +175,7 @@ def test_tokens_that_are_equal_but_for_rounding_are_ties(another, path, drawing)
     asyncio.run(leave_the_reference())
     [found] = run.tally.ties + run.tally.wrong
     assert (found["what"], found["step"]) == ("tokens", 1)
-    noise = script.gumbel(7, 1, 300) if drawing["temperature"] else [0.0, 0.0]
+    noise = soaking.gumbel(7, 1, 300) if drawing["temperature"] else [0.0, 0.0]
     assert found["gap"] == pytest.approx(abs(noise[0] - noise[1]))
     assert bool(run.tally.ties) == (not drawing["temperature"])
 
@@ -181,19 +183,19 @@ def test_tokens_that_are_equal_but_for_rounding_are_ties(another, path, drawing)
 def test_what_differs():
     read = {"engaged": True, "kept_chunks": "101"}
     choice = Choice("ab", [5, 6], [], "stop", read)
-    assert script.difference(choice, choice) is None
-    assert script.difference(choice, replace(choice, specprefill={**read, "kept_chunks": "110"})) == "kept chunks"
-    assert script.difference(choice, replace(choice, token_ids=[5, 7])) == "tokens"
-    assert script.difference(choice, replace(choice, finish_reason="length")) == "finish_reason"
-    assert script.difference(choice, replace(choice, text="a")) == "text"
+    assert soaking.difference(choice, choice) is None
+    assert soaking.difference(choice, replace(choice, specprefill={**read, "kept_chunks": "110"})) == "kept chunks"
+    assert soaking.difference(choice, replace(choice, token_ids=[5, 7])) == "tokens"
+    assert soaking.difference(choice, replace(choice, finish_reason="length")) == "finish_reason"
+    assert soaking.difference(choice, replace(choice, text="a")) == "text"
 
 
 def test_growth_is_by_the_minute_and_leaves_out_the_first():
     line = [(float(second), (100 + max(second - 60, 0) // 30) * 2**20) for second in range(0, 301, 30)]
-    assert script.growth(line) == pytest.approx(2.0)
-    assert script.growth([(0.0, 0), (10.0, 2**20), (20.0, 2**20), (30.0, 2**20), (40.0, 2**20)]) == pytest.approx(0)
-    assert script.growth([]) is None
-    found = script.violations(script.Args(most_growth=1.5), script.Tally(), {}, 2.0)
+    assert soaking.growth(line) == pytest.approx(2.0)
+    assert soaking.growth([(0.0, 0), (10.0, 2**20), (20.0, 2**20), (30.0, 2**20), (40.0, 2**20)]) == pytest.approx(0)
+    assert soaking.growth([]) is None
+    found = soaking.violations(soak_mix.SoakArgs(most_growth=1.5), soaking.Tally(), {}, 2.0)
     assert "memory grows by 2.00 MiB a minute (at most 1.5)" in found
 
 
@@ -202,4 +204,4 @@ def test_growth_is_by_the_minute_and_leaves_out_the_first():
 )
 def test_arguments_that_mean_nothing(name, value):
     with pytest.raises(ArgumentError, match=name):
-        script.check(script.Args(**{name: value}))
+        soaking.check(soak_mix.SoakArgs(**{name: value}))

@@ -56,7 +56,7 @@ class FakeEngine:
         self.vocab_size = 300
         self.max_model_len = 4096
         self.cache_tokens = 65_536
-        self.done = Stats(1, 2, 3, 40, 0.25, 0.5, 100, 60, 20, 50, 4, 5, 6)
+        self.done = Stats(1, 2, 3, 40, 0.25, 0.5, 100, 60, 20, 50, 4, 5, 6, 8, 30, 21)
         self._jobs: deque[_Job] = deque()
         self._live: dict[str, _Job] = {}
         self._change = threading.Condition()
@@ -198,7 +198,7 @@ class FakeEngine:
         timings = request.clock.stop()
         assert isinstance(timings, Timings)
         cached = 7 if selection is not None else 0
-        return Finished(reason, len(request.prompt), made, selection, timings, cached, prompt_logprobs, 0, error)
+        return Finished(reason, len(request.prompt), made, selection, timings, cached, prompt_logprobs, 0, error, 12, 9)
 
 
 def select(request: Request) -> Selection:

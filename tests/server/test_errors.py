@@ -9,6 +9,7 @@ from server.fake_engine import FakeEngine, make_tokenizer
 from server.running import held
 
 from specprefill_jax.engine.request import EngineConfig, QueueFullError, UnavailableError
+from specprefill_jax.errors import argument_error
 from specprefill_jax.server.service import ServerSettings
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -77,6 +78,16 @@ def test_omlx_443_a_misspelt_setting_is_refused_with_those_that_are_allowed(serv
     error = check(server.post(path, body | {"specprefill": {key: 0.1}}), 400, key, "specprefill")
     assert "allowed are enabled, keep_rate, look_ahead" in error["message"]
     assert engine.submitted == []
+
+
+@pytest.mark.parametrize("name", ["chunk_size", "pool_width", "look_ahead"])
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+def test_a_setting_that_the_engine_refuses_is_named_where_the_body_has_it(server, engine, path, body, name):
+    engine.refusal = argument_error(name, 5, "13, which this engine was started with")
+    message = f"^specprefill.{name}=5 is not allowed: .* 13, which this engine was started with$"
+    check(server.post(path, body | {"specprefill": {name: 5}}), 400, message, f"specprefill.{name}")
+    engine.refusal = argument_error("prompt", 5, "shorter")
+    check(server.post(path, body), 400, "^prompt=5 is not allowed", "prompt")
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,12 @@ class TestSpecPrefill:
         ask(extra_body={"specprefill": given})
         config = engine.submitted[0].config
         assert {name: getattr(config, name) for name in given} == given
+        assert engine.submitted[0].draft_tokens is None
+
+    def test_proposals_can_be_limited_and_are_told(self, ask, engine):
+        told = ask(extra_body={"specprefill": {"draft_tokens": 2}})["specprefill"]
+        assert engine.submitted[0].draft_tokens == 2
+        assert (told["proposed_tokens"], told["accepted_tokens"]) == (12, 9)
 
     def test_an_adaptive_keep_rate_reaches_the_engine_and_is_reported(self, ask, engine):
         told = ask(extra_body={"specprefill": {"keep_rate": "auto"}})["specprefill"]

@@ -11,6 +11,7 @@ RULER's prompts are not ours to copy, and every row says so. Ours as well, so th
 """
 
 from specprefill_jax.evals.ruler.generation import Prompting, Row, generate, plain, prompting
+from specprefill_jax.evals.ruler.samples import check_tasks, ruler_samples
 from specprefill_jax.evals.ruler.scoring import match_all, match_part, string_match_all, string_match_part
 from specprefill_jax.evals.ruler.sources import Sources
 from specprefill_jax.evals.ruler.tasks import TASKS, Task
@@ -21,11 +22,13 @@ __all__ = [
     "Row",
     "Sources",
     "Task",
+    "check_tasks",
     "generate",
     "match_all",
     "match_part",
     "plain",
     "prompting",
+    "ruler_samples",
     "string_match_all",
     "string_match_part",
 ]

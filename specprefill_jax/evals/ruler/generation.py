@@ -44,6 +44,11 @@ class Row:
     `outputs` how deep it lies, in percent, and `gold` the numbers of the documents with the answer."""
     wording: str = OWN
 
+    @property
+    def question(self) -> str:
+        """What is asked: the input's last paragraph, in all wording."""
+        return self.input.rsplit("\n\n", 1)[-1]
+
     def prompt(self, wrap: Callable[[str], str] = plain) -> str:
         """The whole prompt: the chat around the input, then the start of the answer."""
         return wrap(self.input) + self.answer_prefix

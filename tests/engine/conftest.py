@@ -1,0 +1,18 @@
+"""What the engine's tests share."""
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def fewer_programs():
+    """At most two prompts look ahead together, one request decodes or four, and alone all have caches of one size."""
+    from specprefill_jax import cache as cache_module
+    from specprefill_jax.engine import runner as runner_module
+    from specprefill_jax.engine import scheduler as scheduler_module
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_module, "MIN_CAPACITY", 512)
+        patch.setattr(runner_module, "_powers", lambda most: [1, most])
+        for module in (runner_module, scheduler_module):
+            patch.setattr(module, "MAX_LOOK_AHEAD_ROWS", 2)
+        yield
