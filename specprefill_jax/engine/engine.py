@@ -110,8 +110,8 @@ class Engine:
             max_model_len=self.max_model_len,
             num_pages=pages,
             num_draft_pages=draft_pages,
-            draft_tokens=config.draft_tokens,
             window=window,
+            draft_tokens=config.draft_tokens,
         )
         read, written = (costs.weight_bytes(m.config, m.dtype.itemsize) for m in (draft, main))
         self._step_cost = read / written
@@ -125,8 +125,8 @@ class Engine:
             max_running=config.max_running,
             chunk=config.prefill_chunk,
             draft_cost=share,
-            cheap_tokens=FEW_ROWS if platform(main.mesh) == "cpu" else ACCELERATOR_FEW_ROWS,
             window=window,
+            cheap_tokens=FEW_ROWS if platform(main.mesh) == "cpu" else ACCELERATOR_FEW_ROWS,
         )
         self._loop = Loop(
             self._runner,

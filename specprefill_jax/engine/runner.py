@@ -86,8 +86,8 @@ class Runner:
         max_model_len: int,
         num_pages: int,
         num_draft_pages: int,
-        draft_tokens: int = 0,
         window: int = 0,
+        draft_tokens: int = 0,
     ):
         """Allocate caches of `num_pages` and `num_draft_pages` pages, page 0 included; see `Engine` for the rest.
 

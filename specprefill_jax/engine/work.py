@@ -60,9 +60,10 @@ class Work:
     def free_proposals(self) -> list[int]:
         """What the look-ahead expected behind the first token; [] where it expected another first one, or is past."""
         sequence = self.sequence
-        if sequence.issued > 2 or self.selection is None or not self.selection.engaged:
+        tokens = self.selection.look_ahead_tokens if self.selection is not None and self.selection.engaged else []
+        if sequence.issued > 2 or not tokens:
             return []
-        first, *others = self.selection.look_ahead_tokens
+        first, *others = tokens
         return others if not sequence.generated or sequence.generated[0] == first else []
 
     def select(self, selection: Selection) -> None:
