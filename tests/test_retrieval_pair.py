@@ -1,0 +1,86 @@
+"""The built-in pair `retrieval-tiny`: its files, its tokenizer, and that it retrieves, read whole and in part."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specprefill_jax import SamplingParams, SpecPrefill, SpecPrefillConfig
+from specprefill_jax.errors import CheckpointError
+from specprefill_jax.evals.lookups import draw_case, draw_needles, prose
+from specprefill_jax.models import builtin
+from specprefill_jax.models.checkpoint import open_checkpoint
+
+MAIN, SPECULATOR = "retrieval-tiny", "retrieval-tiny-speculator"
+CASES = 100
+
+
+@pytest.fixture(scope="module")
+def model():
+    return SpecPrefill.from_pretrained(MAIN, SPECULATOR, "float32")
+
+
+@pytest.fixture(scope="module")
+def answers(model):
+    """(value, answer after a dense read, answer after a sparse one, its selection) of each case."""
+    sampling = SamplingParams(max_tokens=8)
+    ways = SpecPrefillConfig(enabled=False), SpecPrefillConfig.paper(0.1)
+    found = []
+    for seed in range(CASES):
+        case = draw_case(random.Random(seed), 1000, lambda text: len(model.tokenizer.encode(text)) - 1)
+        dense, sparse = (model.generate(case.prompt, sampling, way) for way in ways)
+        found.append((case.value, dense, sparse))
+    return found
+
+
+def test_files_are_few_and_the_models_differ():
+    sizes = [path.stat().st_size for name in (MAIN, SPECULATOR) for path in builtin.PACKAGED[name].iterdir()]
+    assert sum(sizes) < 4_000_000
+    main, speculator = open_checkpoint(MAIN), open_checkpoint(SPECULATOR)
+    assert (main.name, speculator.name) == (MAIN, SPECULATOR)
+    assert (main.config.dtype, speculator.config.dtype) == ("bfloat16", "bfloat16")
+    assert main.config.num_layers > speculator.config.num_layers
+    assert main.config.hidden_size > speculator.config.hidden_size
+
+
+def test_a_damaged_file_is_told(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text((builtin.PACKAGED[MAIN] / "config.json").read_text())
+    monkeypatch.setitem(builtin.PACKAGED, MAIN, tmp_path)
+    with pytest.raises(CheckpointError, match="install the package again"):
+        open_checkpoint(MAIN)
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
+def test_tokenizer_round_trip(model, text):
+    tokenizer = model.tokenizer
+    ids = tokenizer.encode(text.replace("<", ""))
+    assert ids[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(ids) == text.replace("<", "")
+
+
+def test_words_of_the_texts_are_tokens(model):
+    text = "".join(prose(random.Random(0), 3000, len))
+    assert len(model.tokenizer.encode(text)) < 1.05 * len(text.replace(",", " ,").replace(".", " .").split())
+
+
+def test_chat_is_a_prompt_as_trained_on(model):
+    (needle,) = draw_needles(random.Random(0), 1)
+    question = needle.question.removesuffix("\nAnswer:\n")
+    chat = [{"role": "user", "content": f" It is late.{needle.told}{question}"}]
+    assert model.encode(chat).tolist() == model.encode(f" It is late.{needle.told}{needle.question}").tolist()
+    output = model.generate(chat, SamplingParams(max_tokens=20))
+    assert output.text == f"{needle.prefix} {needle.value}."
+    assert output.finish_reason == "stop"
+
+
+def test_dense_answers_are_right(answers):
+    assert sum(dense.text == f" {value}." for value, dense, _ in answers) >= 0.95 * CASES
+
+
+def test_sparse_answers_are_right_where_dense_ones_are(answers):
+    for _, dense, sparse in answers:
+        assert dense.selection.num_tokens >= 1000
+        assert sparse.selection.num_kept <= 128
+    answered = [(value, sparse) for value, dense, sparse in answers if dense.text == f" {value}."]
+    assert sum(sparse.text == f" {value}." for value, sparse in answered) >= 0.95 * len(answered)
