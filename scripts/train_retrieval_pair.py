@@ -278,7 +278,7 @@ def start_weights(config: LlamaConfig, seed: int) -> dict[str, np.ndarray]:
 
     def layer(index: int) -> dict[str, np.ndarray]:
         """Arrays by our names."""
-        scales: dict[str, float] = dict.fromkeys("qkv", c.hidden_size) | {"o": 25 * c.num_heads * c.head_dim}
+        scales: dict[str, float] = dict.fromkeys("qkv", float(c.hidden_size)) | {"o": 25.0 * c.num_heads * c.head_dim}
         scales = scales if index > 1 else dict.fromkeys(scales, noise**-2)
         scales |= {"gate": c.hidden_size, "up": c.hidden_size, "down": 100 * c.intermediate_size}
         arrays = {name: draw([sizes[axis] for axis in axes_of(name)]) * scale**-0.5 for name, scale in scales.items()}
