@@ -15,9 +15,9 @@ SERVE_ARGS ?=
 # The interpreter for the peer's environment, which is not ours.
 PEER_PYTHON ?= python3.11
 # The set-up that all the goals together want: with make -j, nothing runs in .venv while pip still changes it.
-READY := $(STAMPS)/$(if $(filter test-ray,$(MAKECMDGOALS)),ray,$(if $(filter test-lm-eval,$(MAKECMDGOALS)),lm-eval,$(if $(filter setup lint format,$(MAKECMDGOALS)),dev,$(if $(filter test test-real test-browser,$(MAKECMDGOALS)),test,base))))
+READY := $(STAMPS)/$(if $(filter test-ray,$(MAKECMDGOALS)),ray,$(if $(filter test-lm-eval,$(MAKECMDGOALS)),lm-eval,$(if $(filter setup lint format,$(MAKECMDGOALS)),dev,$(if $(filter test test-real test-browser eval-smoke,$(MAKECMDGOALS)),test,base))))
 
-.PHONY: help setup demo serve test test-real test-browser test-ray test-lm-eval lint format bench roofline aot peer clean distclean
+.PHONY: help setup demo serve test test-real test-browser test-ray test-lm-eval eval-smoke lint format bench roofline aot peer clean distclean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -44,6 +44,9 @@ test-ray: $(READY)  ## replicas on a Ray cluster of this machine; installs Ray, 
 
 test-lm-eval: $(READY)  ## short tasks through lm-eval on data of their own; installs lm-eval, a large download
 	@$(PY) -m pytest -m lm_eval tests/evals/test_lm_eval.py $(PYTEST_ARGS)
+
+eval-smoke: $(READY)  ## one sample of every benchmark on a tiny pair that truly retrieves; part of `make test`, too
+	@$(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile tests/test_eval_smoke.py tests/test_retrieval_pair.py $(PYTEST_ARGS)
 
 lint: $(READY)  ## ruff, format check, mypy
 	@$(PY) -m ruff check specprefill_jax scripts tests
