@@ -209,7 +209,7 @@ def pair(tiny) -> SpecPrefill:
 
 
 def samples(count: int) -> list[Sample]:
-    texts = ["what? hello " * (20 + index) + "?" for index in range(count)]
+    texts = ["what? hello " * 20 + f"{index}?" for index in range(count)]
     return [replace(made(text, (f"hello {i}{i}",)), key=str(i)) for i, text in enumerate(texts)]
 
 
