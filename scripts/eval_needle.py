@@ -1,6 +1,7 @@
 """Needle smoke run: a magic number hidden in prose, asked for after a dense and after a sparse prefill.
 
     python scripts/eval_needle.py --cases 8
+    python scripts/eval_needle.py --lookups --main retrieval-tiny --speculator retrieval-tiny-speculator --cases 100
 
 Exit status 1 if fewer than `--expect` of the cases that the dense prefill answers are answered by the sparse one.
 """
@@ -16,6 +17,7 @@ import tyro
 from rich.console import Console
 
 from specprefill_jax import SamplingParams, SpecPrefill, SpecPrefillConfig
+from specprefill_jax.evals.lookups import draw_case
 from specprefill_jax.machine import describe
 
 TEXT = Path(__file__).parent.parent / "examples" / "ferry-house.txt"
@@ -33,6 +35,8 @@ class Args:
     dtype: str = "float32"
     text: Path = TEXT
     """Prose to hide the number in."""
+    lookups: bool = False
+    """Ask for values in made-up prose instead, the way the pair `retrieval-tiny` learned it."""
     cases: int = 8
     tokens: int = 1000
     """Tokens of prose a case."""
@@ -75,10 +79,15 @@ def main(args: Args) -> int:
     sparse = SpecPrefillConfig.paper(args.keep_rate, args.look_ahead)
     rows: list[dict[str, Any]] = []
     for case in range(args.cases):
-        depth = (case + 0.5) / args.cases
-        context, number = haystack(model, sentences, args.tokens, rng, depth)
-        chat = tokenizer.render_chat([{"role": "user", "content": f"{context}\n\n{QUESTION}"}])
-        prompt = tokenizer.encode(chat + ANSWER, add_special_tokens=False)
+        depth: float | None = None
+        if args.lookups:
+            drawn = draw_case(rng, args.tokens, lambda text: len(tokenizer.encode(text, add_special_tokens=False)))
+            prompt, number = tokenizer.encode(drawn.prompt), drawn.value
+        else:
+            depth = (case + 0.5) / args.cases
+            context, number = haystack(model, sentences, args.tokens, rng, depth)
+            chat = tokenizer.render_chat([{"role": "user", "content": f"{context}\n\n{QUESTION}"}])
+            prompt = tokenizer.encode(chat + ANSWER, add_special_tokens=False)
         whole = model.generate(prompt, sampling, SpecPrefillConfig(enabled=False))
         kept = model.generate(prompt, sampling, sparse)
         row = {

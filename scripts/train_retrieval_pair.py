@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # texts are short, and a step's products want the cores
 
@@ -103,7 +103,10 @@ class Args:
     """Where the two model folders go."""
     work: Path = Path("build/retrieval-training")
     """Where checkpoints go; those of other settings are left alone."""
-    models: tuple[str, ...] = ("retrieval-tiny", "retrieval-tiny-speculator")
+    models: tuple[Literal["retrieval-tiny", "retrieval-tiny-speculator"], ...] = (
+        "retrieval-tiny",
+        "retrieval-tiny-speculator",
+    )
     """Which to train; two runs side by side may do one each."""
     seed: int = 0
     step_tokens: int = 4096
