@@ -31,8 +31,9 @@ def data(tmp_path_factory):
     write_questions(folder)
     (folder / "dataset2prompt.json").write_text(json.dumps(dict.fromkeys(DATASETS, "{context}\n{input}")))
     (folder / "dataset2maxlen.json").write_text(json.dumps(dict.fromkeys(DATASETS, 4)))
+    asked = {"input": "Which?", "answers": ["Paragraph 1, 段落1"], "all_classes": ["coins", "keys"]}
     for name in DATASETS:
-        row = {"context": prose(300, name), "input": "Which?", "answers": ["Paragraph 1, 段落1"], "all_classes": ["coins", "keys"]}
+        row = {"context": prose(300, name), **asked}
         (folder / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
     return folder
 
