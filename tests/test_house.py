@@ -73,7 +73,7 @@ def test_project_metadata():
 def wheel(tmp_path_factory) -> zipfile.ZipFile:
     """The wheel, built from a copy of the tree by the backend itself, without a network."""
     copy = tmp_path_factory.mktemp("wheel") / "tree"
-    skip = shutil.ignore_patterns(*NOT_OURS, "*.egg-info", "data")
+    skip = shutil.ignore_patterns(*NOT_OURS, "*.egg-info", "tests")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=skip)
     code = "import setuptools.build_meta as backend; backend.build_wheel('out')"
     done = subprocess.run([sys.executable, "-c", code], cwd=copy, capture_output=True, text=True, timeout=300)

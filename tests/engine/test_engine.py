@@ -208,7 +208,7 @@ def test_prompts_that_are_scored_by_their_own_last_tokens(scanned):
     """The window lies in up to four pieces, or begins in pages that another prompt left; nobody looks ahead."""
     config = replace(SPARSE, keep_rate=0.8, query_window=140)
     before = scanned.compiled
-    limits = replace(LIMITS, max_running=2, max_model_len=256, cache_tokens=1024, draft_tokens=2)
+    limits = replace(LIMITS, max_running=1, max_model_len=256, cache_tokens=512, draft_tokens=1)
     bench = Bench(make_mesh(1), limits, config)
     try:
         shared = prompt_of(250, 50)
