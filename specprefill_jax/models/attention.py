@@ -28,8 +28,8 @@ DIAGONAL_BLOCK = 256
 DECODE_KEY_BLOCK = 1024
 ACCELERATOR_DECODE_KEY_BLOCK = 16384
 FEW_TOKENS = 31
-"""So many new tokens are few, such as proposals to check: pieces of a prompt have more. All of a row's queries look at a
-long block of keys at once, as a lone token's do."""
+"""So many new tokens are few, such as proposals to check; pieces of a prompt have more. All of a row's queries look at
+a long block of keys at once, as a lone token's do."""
 Carry = tuple[jax.Array, jax.Array, jax.Array]
 Keys = Callable[[jax.Array, jax.Array, jax.Array, int], tuple[jax.Array, jax.Array]]
 MASKED = -1e30  # finite: exp(MASKED - MASKED) must not be NaN
