@@ -113,7 +113,12 @@ class TestFilter:
         assert np.isfinite(got).all()
         assert (got > 0).tolist() == [False, True, False, True]
 
-    @given(st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=40), st.integers(1, 45), st.floats(0.01, 0.99))
+    # Devices take subnormal numbers for 0: logits that differ by them alone are equal.
+    @given(
+        st.lists(st.floats(-30, 30, width=32, allow_subnormal=False), min_size=1, max_size=40),
+        st.integers(1, 45),
+        st.floats(0.01, 0.99),
+    )
     @settings(max_examples=60, deadline=None)
     def test_against_sorting(self, values: list[float], top_k: int, top_p: float) -> None:
         logits = widened(np.asarray(values, np.float32))
