@@ -16,11 +16,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
-
-from specprefill_jax.command_line import parse
+from specprefill_jax.command_line import parse, status_of
 from specprefill_jax.config import check_integer
-from specprefill_jax.errors import SpecPrefillError, argument_error
+from specprefill_jax.errors import argument_error
 from specprefill_jax.evals import sandbox
 from specprefill_jax.evals.code_tasks import FILES, code_samples, data_file, read_problems
 from specprefill_jax.evals.command import RunArgs, execute
@@ -48,38 +46,35 @@ class Args(RunArgs):
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmarks; exit status 2 for what is not allowed."""
-    console = Console(stderr=True)
-    try:
-        args = parse(Args, argv, "eval_code.py")
-        if not args.run_generated_code:
-            allowed = "given: these benchmarks run programs that the model writes, and you must say that they may"
-            raise argument_error("run_generated_code", False, allowed)
-        if args.limit is not None:
-            check_integer("limit", args.limit, 1)
-        seconds = check_integer("cpu_seconds", args.cpu_seconds, 1)
-        limits = sandbox.Limits(cpu_seconds=seconds, wall_seconds=6.0 * seconds)
-        files = {name: data_file(args.data_dir, name) for name in args.tasks}
-        problems = {name: read_problems(file, name, args.limit) for name, file in files.items()}
-        isolated = not args.without_isolation
-        sandbox.check(isolated=isolated)
+    return status_of(lambda: run(parse(Args, argv, "eval_code.py")))
 
-        def samples(model: SpecPrefill) -> tuple[Iterable[Sample], int]:
-            found = code_samples(problems, chat=args.chat, limits=limits, isolated=isolated)
-            return found, sum(map(len, problems.values()))
 
-        about = {
-            "chat": args.chat,
-            "limits": asdict(limits),
-            "isolated": isolated,
-            "python": platform.python_version(),
-            **{f"{name}_sha256": hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()},
-        }
-        counts, path = execute(args, "code", args.ways, samples, about)
-    except SpecPrefillError as error:
-        console.print(str(error), style="red", markup=False, highlight=False)
-        return 2
-    console.print(f"{counts.done} rows added to {path}, {counts.there} were there, {counts.skipped} could not be read")
-    return 0
+def run(args: Args) -> None:
+    """The same, but what is not allowed is raised: SpecPrefillError."""
+    if not args.run_generated_code:
+        allowed = "given: these benchmarks run programs that the model writes, and you must say that they may"
+        raise argument_error("run_generated_code", False, allowed)
+    if args.limit is not None:
+        check_integer("limit", args.limit, 1)
+    seconds = check_integer("cpu_seconds", args.cpu_seconds, 1)
+    limits = sandbox.Limits(cpu_seconds=seconds, wall_seconds=6.0 * seconds)
+    files = {name: data_file(args.data_dir, name) for name in args.tasks}
+    problems = {name: read_problems(file, name, args.limit) for name, file in files.items()}
+    isolated = not args.without_isolation
+    sandbox.check(isolated=isolated)
+
+    def samples(model: SpecPrefill) -> tuple[Iterable[Sample], int]:
+        found = code_samples(problems, chat=args.chat, limits=limits, isolated=isolated)
+        return found, sum(map(len, problems.values()))
+
+    about = {
+        "chat": args.chat,
+        "limits": asdict(limits),
+        "isolated": isolated,
+        "python": platform.python_version(),
+        **{f"{name}_sha256": hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()},
+    }
+    execute(args, "code", args.ways, samples, about)
 
 
 if __name__ == "__main__":

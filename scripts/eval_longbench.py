@@ -14,10 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
-
-from specprefill_jax.command_line import parse
-from specprefill_jax.errors import SpecPrefillError
+from specprefill_jax.command_line import parse, status_of
 from specprefill_jax.evals.benchmarks import LongBenchArgs
 from specprefill_jax.evals.command import RunArgs, execute
 
@@ -29,16 +26,13 @@ class Args(LongBenchArgs, RunArgs):
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark; exit status 2 for what is not allowed."""
-    console = Console(stderr=True)
-    try:
-        args = parse(Args, argv, "eval_longbench.py")
-        about = {"max_length": args.max_length, "chat": args.chat}
-        counts, path = execute(args, "longbench", args.ways, args.longbench(args.limit), about)
-    except SpecPrefillError as error:
-        console.print(str(error), style="red", markup=False, highlight=False)
-        return 2
-    console.print(f"{counts.done} rows added to {path}, {counts.there} were there, {counts.skipped} could not be read")
-    return 0
+    return status_of(lambda: run(parse(Args, argv, "eval_longbench.py")))
+
+
+def run(args: Args) -> None:
+    """The same, but what is not allowed is raised: SpecPrefillError."""
+    about = {"max_length": args.max_length, "chat": args.chat}
+    execute(args, "longbench", args.ways, args.longbench(args.limit), about)
 
 
 if __name__ == "__main__":

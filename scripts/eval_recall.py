@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import tyro
-from rich.console import Console
 
-from specprefill_jax.command_line import parse
+from specprefill_jax.command_line import parse, status_of
 from specprefill_jax.config import check_integer
-from specprefill_jax.errors import SpecPrefillError
 from specprefill_jax.evals.benchmarks import LongBenchArgs, RulerArgs
 from specprefill_jax.evals.command import PairArgs, execute
 from specprefill_jax.evals.recall import recall_rows, recall_settings
@@ -43,24 +41,21 @@ class Args(PairArgs):
 
 def main(argv: Sequence[str]) -> int:
     """Run the comparison; exit status 2 for what is not allowed."""
-    console = Console(stderr=True)
-    try:
-        flags = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
-        args = parse(Args, argv, "eval_recall.py", flags)
-        check_integer("answer_tokens", args.answer_tokens, 1)
-        settings = recall_settings(args.keep_rates, args.look_aheads)
-        about: dict[str, Any] = {"answer_tokens": args.answer_tokens}
-        if isinstance(args.benchmark, RulerArgs):
-            name, samples = "ruler", args.benchmark.ruler(args.limit, args.seed)
-        else:
-            name, samples = "longbench", args.benchmark.longbench(args.limit)
-            about |= {"max_length": args.benchmark.max_length, "chat": args.benchmark.chat}
-        counts, path = execute(args, f"{name}_recall", settings, samples, about, recall_rows(args.answer_tokens))
-    except SpecPrefillError as error:
-        console.print(str(error), style="red", markup=False, highlight=False)
-        return 2
-    console.print(f"{counts.done} rows added to {path}, {counts.there} were there, {counts.skipped} could not be read")
-    return 0
+    flags = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
+    return status_of(lambda: run(parse(Args, argv, "eval_recall.py", flags)))
+
+
+def run(args: Args) -> None:
+    """The same, but what is not allowed is raised: SpecPrefillError."""
+    check_integer("answer_tokens", args.answer_tokens, 1)
+    settings = recall_settings(args.keep_rates, args.look_aheads)
+    about: dict[str, Any] = {"answer_tokens": args.answer_tokens}
+    if isinstance(args.benchmark, RulerArgs):
+        name, samples = "ruler", args.benchmark.ruler(args.limit, args.seed)
+    else:
+        name, samples = "longbench", args.benchmark.longbench(args.limit)
+        about |= {"max_length": args.benchmark.max_length, "chat": args.benchmark.chat}
+    execute(args, f"{name}_recall", settings, samples, about, recall_rows(args.answer_tokens))
 
 
 if __name__ == "__main__":

@@ -13,10 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
-
-from specprefill_jax.command_line import parse
-from specprefill_jax.errors import SpecPrefillError
+from specprefill_jax.command_line import parse, status_of
 from specprefill_jax.evals.benchmarks import RULER_SAMPLES, RulerArgs
 from specprefill_jax.evals.command import RunArgs, execute
 
@@ -32,15 +29,12 @@ class Args(RulerArgs, RunArgs):
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark; exit status 2 for what is not allowed."""
-    console = Console(stderr=True)
-    try:
-        args = parse(Args, argv, "eval_ruler.py")
-        counts, path = execute(args, "ruler", args.ways, args.ruler(args.limit, args.seed), {})
-    except SpecPrefillError as error:
-        console.print(str(error), style="red", markup=False, highlight=False)
-        return 2
-    console.print(f"{counts.done} rows added to {path}, {counts.there} were there, {counts.skipped} could not be read")
-    return 0
+    return status_of(lambda: run(parse(Args, argv, "eval_ruler.py")))
+
+
+def run(args: Args) -> None:
+    """The same, but what is not allowed is raised: SpecPrefillError."""
+    execute(args, "ruler", args.ways, args.ruler(args.limit, args.seed), {})
 
 
 if __name__ == "__main__":

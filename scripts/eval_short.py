@@ -15,11 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
-from specprefill_jax.command_line import parse
+from specprefill_jax.command_line import parse, status_of
 from specprefill_jax.config import check_integer
-from specprefill_jax.errors import SpecPrefillError, argument_error
+from specprefill_jax.errors import argument_error
 from specprefill_jax.evals.command import RunArgs, execute
 from specprefill_jax.evals.lm_eval_tasks import lm_eval_samples, load_tasks
 from specprefill_jax.evals.samples import Sample
@@ -45,31 +43,26 @@ class Args(RunArgs):
 
 def main(argv: Sequence[str]) -> int:
     """Run the tasks; exit status 2 for what is not allowed."""
-    console = Console(stderr=True)
-    try:
-        args = parse(Args, argv, "eval_short.py")
-        given = {"chat": args.chat, "num_fewshot": args.num_fewshot, "max_tokens": args.max_tokens}
-        for name, least in (("limit", 1), ("num_fewshot", 0), ("max_tokens", 1)):
-            if getattr(args, name) is not None:
-                check_integer(name, getattr(args, name), least)
-        if args.include_path is not None and not args.include_path.is_dir():
-            raise argument_error("include_path", str(args.include_path), "a folder with task files")
+    return status_of(lambda: run(parse(Args, argv, "eval_short.py")))
 
-        def samples(model: SpecPrefill) -> tuple[Iterable[Sample], int]:
-            if model.tokenizer is None:
-                raise argument_error("main", args.main, "a model with a tokenizer")
-            change = {name: value for name, value in given.items() if value is not None}
-            asked = load_tasks(
-                args.tasks, model.tokenizer, include_path=args.include_path, limit=args.limit, change=change
-            )
-            return lm_eval_samples(asked, model.tokenizer), sum(len(one.task.instances) for one in asked)
 
-        counts, path = execute(args, "short", args.ways, samples, given)
-    except SpecPrefillError as error:
-        console.print(str(error), style="red", markup=False, highlight=False)
-        return 2
-    console.print(f"{counts.done} rows added to {path}, {counts.there} were there, {counts.skipped} could not be read")
-    return 0
+def run(args: Args) -> None:
+    """The same, but what is not allowed is raised: SpecPrefillError."""
+    given = {"chat": args.chat, "num_fewshot": args.num_fewshot, "max_tokens": args.max_tokens}
+    for name, least in (("limit", 1), ("num_fewshot", 0), ("max_tokens", 1)):
+        if getattr(args, name) is not None:
+            check_integer(name, getattr(args, name), least)
+    if args.include_path is not None and not args.include_path.is_dir():
+        raise argument_error("include_path", str(args.include_path), "a folder with task files")
+
+    def samples(model: SpecPrefill) -> tuple[Iterable[Sample], int]:
+        if model.tokenizer is None:
+            raise argument_error("main", args.main, "a model with a tokenizer")
+        change = {name: value for name, value in given.items() if value is not None}
+        asked = load_tasks(args.tasks, model.tokenizer, include_path=args.include_path, limit=args.limit, change=change)
+        return lm_eval_samples(asked, model.tokenizer), sum(len(one.task.instances) for one in asked)
+
+    execute(args, "short", args.ways, samples, given)
 
 
 if __name__ == "__main__":

@@ -21,11 +21,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from specprefill_jax.command_line import parse
+from specprefill_jax.command_line import parse, status_of
 from specprefill_jax.config import SpecPrefillConfig, check_integer
 from specprefill_jax.engine.engine import Engine
 from specprefill_jax.engine.request import EngineConfig
-from specprefill_jax.errors import SpecPrefillError, argument_error
+from specprefill_jax.errors import argument_error
 from specprefill_jax.evals.first_tokens import Batch, config_of, measure
 from specprefill_jax.evals.settings import Setting, names_of, parse_setting
 from specprefill_jax.evals.speedup_plot import speedup_svg
@@ -115,22 +115,20 @@ def engine_for(
 
 def main(argv: Sequence[str]) -> int:
     """Measure, print, write; exit status 2 for what is not allowed."""
-    console = Console(stderr=True)
-    try:
-        args = parse(Args, argv, "eval_ttft.py")
-        settings = check(args)
-        pair = SpecPrefill.from_pretrained(args.main, args.speculator, args.dtype)
-        rows = run(pair, args, settings, console)
-    except SpecPrefillError as error:
-        console.print(str(error), style="red", markup=False, highlight=False)
-        return 2
+    return status_of(lambda: time_grid(parse(Args, argv, "eval_ttft.py")))
+
+
+def time_grid(args: Args) -> None:
+    """The same, but what is not allowed is raised: SpecPrefillError."""
+    settings = check(args)
+    pair = SpecPrefill.from_pretrained(args.main, args.speculator, args.dtype)
+    rows = run(pair, args, settings, Console(stderr=True))
     Console().print(shown(rows))
     result = {**describe(), "main": args.main, "speculator": args.speculator, "dtype": args.dtype, "ttft": rows}
     for path, text in ((args.out, json.dumps(result, indent=1) + "\n"), (args.plot, speedup_svg(rows, args.main))):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-    return 0
 
 
 def run(pair: SpecPrefill, args: Args, settings: Sequence[Setting], console: Console) -> list[dict[str, Any]]:

@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
-from specprefill_jax.command_line import parse
-from specprefill_jax.errors import SpecPrefillError
+from specprefill_jax.command_line import parse, status_of
 from specprefill_jax.evals.compressibility import as_tsv, curves
 from specprefill_jax.evals.document import to_html, to_markdown
 from specprefill_jax.evals.report import figures, read, report
@@ -43,12 +41,12 @@ class Args:
 
 def main(argv: Sequence[str]) -> int:
     """Write the report; exit status 2 for what is not allowed."""
-    try:
-        args = parse(Args, argv, "report.py")
-        results = read(args.results)
-    except SpecPrefillError as error:
-        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False)
-        return 2
+    return status_of(lambda: write(parse(Args, argv, "report.py")))
+
+
+def write(args: Args) -> None:
+    """The same; SpecPrefillError for a folder that has nothing to report."""
+    results = read(args.results)
     blocks = report(results, args.seed)
     files: dict[Path, str] = {}
     if args.out is not None:
@@ -65,7 +63,6 @@ def main(argv: Sequence[str]) -> int:
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":

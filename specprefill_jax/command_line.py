@@ -1,14 +1,15 @@
-"""Flags of the scripts: tyro's, but what is wrong with them is told in one line."""
+"""What scripts share: tyro's flags, but what is wrong with them, or comes up later, is told in one line."""
 
 import contextlib
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tyro
+from rich.console import Console
 
-from specprefill_jax.errors import ArgumentError
+from specprefill_jax.errors import ArgumentError, SpecPrefillError
 
 
 def parse[T](options: type[T], argv: Sequence[str], prog: str, config: tuple[Any, ...] = ()) -> T:
@@ -32,6 +33,16 @@ def parse[T](options: type[T], argv: Sequence[str], prog: str, config: tuple[Any
         if not leave.code:
             raise
         raise ArgumentError(_unboxed(said.getvalue())) from None
+
+
+def status_of(command: Callable[[], None]) -> int:
+    """Run a script's command and return its exit status: 0, or 2 where something was not allowed, which is told."""
+    try:
+        command()
+    except SpecPrefillError as error:
+        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False)
+        return 2
+    return 0
 
 
 def _unboxed(said: str) -> str:

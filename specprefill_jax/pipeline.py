@@ -27,7 +27,7 @@ from specprefill_jax.prompt import PROMPT_KINDS, Prompt, check_ids, padded_ids
 from specprefill_jax.sampling import sampling_arrays, seen_tokens
 from specprefill_jax.scoring import kept_batch, score_and_choose
 from specprefill_jax.selection import Plan, Reason, Selection, num_chunks, plan
-from specprefill_jax.speculative import Acceptance, Drafts, SpeculativeDecoder
+from specprefill_jax.speculative import Acceptance, Drafts, SpeculativeDecoder, step_cost
 from specprefill_jax.speculator import MAX_EOS_IDS, Speculator
 from specprefill_jax.timing import Marks, PhaseClock
 from specprefill_jax.tokens import StreamDecoder, Tokenizer
@@ -317,7 +317,7 @@ class SpecPrefill:
         if sampling.repetition_penalty != 1.0:
             seen = _seen_tokens(self.main.put(padded_ids(ids)), position, self.main.config.vocab_size)
         decoding = (step, position, slot, settings, seen)
-        acceptance = Acceptance(draft_tokens, self._speculative.cost)
+        acceptance = Acceptance(draft_tokens, step_cost(self.main, self.speculator.model))
         if drafts is None or selection.reason is Reason.SPECULATOR_FAILED:
             decoded = self._decoder.tokens(*decoding, max_tokens=limit, logprobs=sampling.logprobs)
         else:
@@ -495,7 +495,7 @@ class SpecPrefill:
             marks.clock.phase("main_prefill")
         return selection
 
-    def adapt(self, selection: Selection, config: SpecPrefillConfig, *, whole_fits: bool = True) -> Selection:
+    def adapt(self, selection: Selection, config: SpecPrefillConfig, whole_fits: bool = True) -> Selection:
         """What the scores of a selection ask for under keep rate "auto" (`Selection.adapt`); others as they are."""
         look_ahead = config.look_ahead or self.default_look_ahead
         gain = partial(self.predictor.gain, selection.num_tokens, look_ahead, query_window=config.query_window)

@@ -18,7 +18,7 @@ import numpy as np
 
 from specprefill_jax import costs
 from specprefill_jax.decode import Decoded, Decoder, Next, TokenLogprobs, fetch
-from specprefill_jax.models.loaded import Cache, Step, Weights
+from specprefill_jax.models.loaded import Cache, LoadedLlama, Step, Weights
 from specprefill_jax.sampling import SamplingArrays, mark_seen, sample, token_logprobs
 from specprefill_jax.speculator import Speculator
 
@@ -26,6 +26,12 @@ log = logging.getLogger(__name__)
 
 PRIOR_TESTED, PRIOR_ACCEPTED = 4.0, 3.0
 """What is believed of proposals before any has been checked, as if so many had been."""
+
+
+def step_cost(main: LoadedLlama, speculator: LoadedLlama) -> float:
+    """A speculator's step relative to one of the main model's: decoding takes as long as reading the weights."""
+    draft, whole = (costs.weight_bytes(model.config, model.dtype.itemsize) for model in (speculator, main))
+    return draft / whole
 
 
 @dataclass
@@ -94,9 +100,6 @@ class SpeculativeDecoder:
 
     def __init__(self, decoder: Decoder, speculator: Speculator):
         self.decoder, self.model = decoder, decoder.model
-        draft, main = (costs.weight_bytes(m.config, m.dtype.itemsize) for m in (speculator.model, decoder.model))
-        self.cost = draft / main
-        """A speculator's step relative to the main model's: decoding takes as long as reading the weights."""
         self._accept = self.model.jit(
             self._accept_fn,
             static_argnames="top_n",

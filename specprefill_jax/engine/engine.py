@@ -45,7 +45,7 @@ from specprefill_jax.pipeline import SpecPrefill
 from specprefill_jax.selection import Plan, Reason, plan
 from specprefill_jax.sharding.mesh import platform
 from specprefill_jax.sharding.rules import DATA
-from specprefill_jax.speculative import Acceptance
+from specprefill_jax.speculative import Acceptance, step_cost
 from specprefill_jax.tokens import StreamDecoder, Tokenizer
 
 ACCELERATOR_FEW_ROWS = 256
@@ -113,9 +113,7 @@ class Engine:
             window=window,
             draft_tokens=config.draft_tokens,
         )
-        read, written = (costs.weight_bytes(m.config, m.dtype.itemsize) for m in (draft, main))
-        self._step_cost = read / written
-        """Of the speculator's step of decoding, relative to the main model's."""
+        self._step_cost = step_cost(main, draft)
         share = costs.weight_bytes(draft.config, 1.0) / costs.weight_bytes(main.config, 1.0)
         self._pages = BlockManager(pages)
         self._draft_pages = BlockManager(draft_pages)
@@ -132,7 +130,7 @@ class Engine:
             self._runner,
             self._scheduler,
             self._plan,
-            lambda selection, config, whole_fits: pair.adapt(selection, config, whole_fits=whole_fits),
+            pair.adapt,
             memoised_selections=config.memoised_selections,
             begun=self._begun,
             ended=self._ended,

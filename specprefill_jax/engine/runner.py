@@ -159,14 +159,14 @@ class Runner:
 
         Of a prompt of `total` tokens; `before` is what its last piece left, which a window may begin in.
         """
-        positions, count, first = (np.arange(start, start + len(tokens)), *np.array([[total], [start]], np.int32))
-        wanted = None
+        positions, wanted = np.arange(start, start + len(tokens)), None
         if self.window:
             wanted = np.clip(total - start + np.arange(-self.window, 0), 0, len(tokens) - 1).astype(np.int32)[None]
         step = self._read(self.draft, self.draft_cache, tokens, positions, start, pages, wanted=wanted)
         self.draft_cache = step.cache
         last = step.hidden, step.queries
         if self.window and before is not None:
+            count, first = np.full(1, total, np.int32), np.full(1, start, np.int32)
             last = later((before.hidden, before.queries), last, count, first, window=self.window)
         return Step(*last, None)
 

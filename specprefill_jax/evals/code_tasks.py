@@ -8,7 +8,6 @@ the head of a block. Only what `sandbox` promises keeps a program from doing har
 """
 
 import gzip
-import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from specprefill_jax.errors import argument_error
-from specprefill_jax.evals.samples import Graded, Sample
+from specprefill_jax.evals.samples import Graded, Sample, parsed_row
 from specprefill_jax.evals.sandbox import Limits, run_program
 
 FILES: Mapping[str, tuple[str, ...]] = {
@@ -82,7 +81,7 @@ def read_problems(file: Path, name: str, limit: int | None = None) -> list[Probl
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise argument_error("data_dir", str(file), f"a readable file ({error})") from None
     found = (
-        make(_parsed(line, where), where)
+        make(parsed_row(line, where), where)
         for number, line in enumerate(text.split("\n"), 1)
         if line.strip()
         for where in [f"{file}, line {number}"]
@@ -158,13 +157,3 @@ def _text(row: Mapping[str, Any], field: str, where: str) -> str:
     if not isinstance(value, str) or not value:
         raise argument_error(f"{where}: {field}", value, "a text")
     return value
-
-
-def _parsed(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        row = None
-    if not isinstance(row, dict):
-        raise argument_error(where, line, "a JSON object")
-    return row

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+from rich.console import Console
 
 from specprefill_jax.config import check_integer
 from specprefill_jax.evals.benchmarks import Samples
 from specprefill_jax.evals.results import ResultFile
-from specprefill_jax.evals.runner import Counts, Rows, run
+from specprefill_jax.evals.runner import Rows, run
 from specprefill_jax.evals.settings import Setting, names_of, parse_setting
 from specprefill_jax.machine import describe
 from specprefill_jax.pipeline import SpecPrefill
@@ -68,8 +69,8 @@ def execute(
     samples: Samples,
     about: Mapping[str, Any],
     rows: Rows | None = None,
-) -> tuple[Counts, Path]:
-    """Load the pair, ask every sample in every setting, and return what was done and the file of rows.
+) -> None:
+    """Load the pair, ask every sample in every setting, and say what was done.
 
     Args:
         args: the flags.
@@ -101,7 +102,8 @@ def execute(
         )
         found, total = samples(model)
         counts = run(model, found, settings, results, seed=args.seed, versions=_versions(), total=total, rows=rows)
-    return counts, path
+    said = f"{counts.done} rows added to {path}, {counts.there} were there, {counts.skipped} could not be read"
+    Console(stderr=True).print(said)
 
 
 def _versions() -> dict[str, str]:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specprefill_jax.adaptive import chunk_masses
 from specprefill_jax.config import check_integer
 from specprefill_jax.errors import SpecPrefillError, argument_error
 from specprefill_jax.importance import chunk_scores, token_importance
@@ -111,8 +112,7 @@ def mass_recall(chosen: np.ndarray, scores: np.ndarray, num_tokens: int, chunk_s
         num_tokens: M; the last chunk may be short.
         chunk_size: tokens a chunk.
     """
-    sizes = np.minimum(num_tokens - np.arange(len(scores)) * chunk_size, chunk_size)
-    mass = scores.astype(np.float64) * sizes
+    mass = chunk_masses(scores, num_tokens, chunk_size)
     return float(mass[chosen].sum() / mass.sum())
 
 

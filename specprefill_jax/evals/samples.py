@@ -1,5 +1,6 @@
 """One question to a model, of whatever benchmark: what the runner asks, and how the answer is scored."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -8,6 +9,17 @@ import numpy as np
 
 from specprefill_jax.errors import argument_error
 from specprefill_jax.tokens import Tokenizer
+
+
+def parsed_row(line: str, where: str) -> dict[str, Any]:
+    """One line of a benchmark's file; ArgumentError, which names `where`, for what is not a JSON object."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        row = None
+    if not isinstance(row, dict):
+        raise argument_error(where, line, "a JSON object")
+    return row
 
 
 class Graded(NamedTuple):

@@ -16,3 +16,13 @@ def fewer_programs():
         for module in (runner_module, scheduler_module):
             patch.setattr(module, "MAX_LOOK_AHEAD_ROWS", 2)
         yield
+
+
+@pytest.fixture(params=["a round late", "at once"])
+def either(request, bench, monkeypatch):
+    """Results are read a round late, and at once, as where models run layer by layer; `bench` is each file's own."""
+    if request.param == "at once":
+        monkeypatch.setattr(type(bench.runner), "eager", property(lambda runner: True))
+        monkeypatch.setattr(bench.runner, "_decode_fn", bench.runner._decode)
+        monkeypatch.setattr(bench.runner, "_verify_fn", bench.runner._verify)
+    return bench

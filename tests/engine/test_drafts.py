@@ -41,16 +41,6 @@ def bench(scanned, monkeypatch):
     scanned.check_clean()
 
 
-@pytest.fixture(params=["a round late", "at once"])
-def either(request, bench, monkeypatch):
-    """Results are read a round late, and at once, as where models run layer by layer."""
-    if request.param == "at once":
-        monkeypatch.setattr(type(bench.runner), "eager", property(lambda runner: True))
-        monkeypatch.setattr(bench.runner, "_decode_fn", bench.runner._decode)
-        monkeypatch.setattr(bench.runner, "_verify_fn", bench.runner._verify)
-    return bench
-
-
 @pytest.fixture
 def oracle(bench, monkeypatch):
     """A function that has the proposals for these requests be right, but for every so-many-th token of the answer."""

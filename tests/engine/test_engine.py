@@ -43,15 +43,6 @@ def bench(scanned):
     scanned.check_clean()
 
 
-@pytest.fixture(params=["a round late", "at once"])
-def either(request, bench, monkeypatch):
-    """Results are read a round late, and at once, as where models run layer by layer."""
-    if request.param == "at once":
-        monkeypatch.setattr(type(bench.runner), "eager", property(lambda runner: True))
-        monkeypatch.setattr(bench.runner, "_decode_fn", bench.runner._decode)
-    return bench
-
-
 def test_warm_up_reports_every_program(bench):
     total = bench.reports[-1][1]
     assert bench.reports == [(done, total) for done in range(total + 1)]

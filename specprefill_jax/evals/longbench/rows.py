@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from specprefill_jax.errors import argument_error
 from specprefill_jax.evals.longbench.scoring import check_metric, dataset_of, score
-from specprefill_jax.evals.samples import Sample
+from specprefill_jax.evals.samples import Sample, parsed_row
 from specprefill_jax.tokens import Tokenizer
 
 
@@ -139,7 +139,7 @@ def _read(
             given = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
             for index, (number, line) in enumerate(islice(given, limit)):
                 where = f"{file}, line {number}"
-                yield _sample(name, _parsed(line, where), where, index, benchmark, tokenizer, max_length)
+                yield _sample(name, parsed_row(line, where), where, index, benchmark, tokenizer, max_length)
 
 
 def _sample(
@@ -195,13 +195,3 @@ def _object(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise argument_error(file.name, found, "an object by dataset")
     return found
-
-
-def _parsed(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        row = None
-    if not isinstance(row, dict):
-        raise argument_error(where, line, "a JSON object")
-    return row
