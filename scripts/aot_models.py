@@ -36,9 +36,9 @@ from specprefill_jax.machine import describe
 from specprefill_jax.models.loaded import Cache, LoadedLlama, abstract, like_layers
 from specprefill_jax.models.paged import PAGE, make_paged_cache, paged_spec
 from specprefill_jax.models.published import LLAMAS, PAIRS
+from specprefill_jax.planning import budget, num_chunks
 from specprefill_jax.prefill import DEFAULT_CHUNK, padded
 from specprefill_jax.scoring import score_and_choose
-from specprefill_jax.selection import budget, num_chunks
 from specprefill_jax.sharding import aot
 from specprefill_jax.speculator import MAX_EOS_IDS, LookAhead, Speculator
 

@@ -31,7 +31,7 @@ from specprefill_jax.errors import ArgumentError, argument_error
 from specprefill_jax.kernels.chunk_topk import chunk_topk
 from specprefill_jax.kernels.importance import pooled_maxima
 from specprefill_jax.machine import describe
-from specprefill_jax.selection import budget, num_chunks
+from specprefill_jax.planning import budget, num_chunks
 from specprefill_jax.sharding import aot
 
 # Layers, key heads, query heads, head size.

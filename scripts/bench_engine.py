@@ -31,7 +31,8 @@ from specprefill_jax.engine.warm_up import idle_batch
 from specprefill_jax.engine.work import Work
 from specprefill_jax.machine import describe
 from specprefill_jax.models.builtin import builtin_folder
-from specprefill_jax.selection import Reason, Selection
+from specprefill_jax.planning import Reason
+from specprefill_jax.selection import Selection
 from specprefill_jax.speculative import Acceptance
 from specprefill_jax.tokens import StreamDecoder, Tokenizer
 

@@ -33,7 +33,7 @@ from specprefill_jax.kernels.chunk_topk import Choice, chunk_topk
 from specprefill_jax.kernels.importance import pooled_maxima
 from specprefill_jax.machine import describe, peak_memory, read_rate
 from specprefill_jax.models.loaded import DTYPES
-from specprefill_jax.selection import budget, num_chunks
+from specprefill_jax.planning import budget, num_chunks
 
 
 class Shape(NamedTuple):

@@ -38,8 +38,8 @@ from specprefill_jax.errors import ArgumentError, argument_error
 from specprefill_jax.machine import describe
 from specprefill_jax.models.config import LlamaConfig
 from specprefill_jax.models.published import LLAMAS
+from specprefill_jax.planning import budget, num_chunks
 from specprefill_jax.prefill import DEFAULT_CHUNK
-from specprefill_jax.selection import budget, num_chunks
 from specprefill_jax.view.plot import BOTTOM, COLOURS, LEFT, RIGHT, TOP, page
 
 KIND = "Predicted from FLOPs, bytes and data sheets; not measured on any such machine."

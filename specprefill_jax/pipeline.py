@@ -21,12 +21,13 @@ from specprefill_jax.kernels.backend import choose_backend
 from specprefill_jax.loading import load_pair
 from specprefill_jax.models.loaded import LoadedLlama, Step
 from specprefill_jax.output import Output, Piece
+from specprefill_jax.planning import Plan, Reason, num_chunks, plan
 from specprefill_jax.predictor import Predictor
 from specprefill_jax.prefill import DEFAULT_CHUNK, bucket, padded, pieces, prefill
 from specprefill_jax.prompt import PROMPT_KINDS, Prompt, check_ids, padded_ids
 from specprefill_jax.sampling import sampling_arrays, seen_tokens
 from specprefill_jax.scoring import kept_batch, score_and_choose
-from specprefill_jax.selection import Plan, Reason, Selection, num_chunks, plan
+from specprefill_jax.selection import Selection
 from specprefill_jax.speculative import Acceptance, Drafts, SpeculativeDecoder, step_cost
 from specprefill_jax.speculator import MAX_EOS_IDS, Speculator
 from specprefill_jax.timing import Marks, PhaseClock

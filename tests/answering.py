@@ -7,7 +7,8 @@ import numpy as np
 from specprefill_jax import Output, Timings
 from specprefill_jax.errors import SpecPrefillError
 from specprefill_jax.evals.samples import Sample
-from specprefill_jax.selection import Selection, plan
+from specprefill_jax.planning import plan
+from specprefill_jax.selection import Selection
 from specprefill_jax.tokens import Tokenizer
 
 

@@ -15,7 +15,8 @@ from test_isolation import Compilations
 from specprefill_jax import SamplingParams, SpecPrefillConfig, pipeline
 from specprefill_jax.adaptive import chunk_masses, chunks_for_share, normalised_entropy
 from specprefill_jax.errors import ArgumentError, SpecPrefillError
-from specprefill_jax.selection import Reason, Selection, budget, plan
+from specprefill_jax.planning import Reason, budget, plan
+from specprefill_jax.selection import Selection
 
 property_test = partial(settings, deadline=None)
 OPEN = {"min_prompt_tokens": 0, "min_predicted_gain": 0.0, "tail_tokens": 1}

@@ -20,7 +20,7 @@ from tokenizers import processors
 from specprefill_jax import SpecPrefillConfig
 from specprefill_jax.chat_prompt import HEAD_TOKENS, QUESTION_TOKENS, TAIL_TOKENS, ChatPrompt, encode_chat
 from specprefill_jax.errors import ArgumentError, TokenizerError
-from specprefill_jax.selection import Plan, plan
+from specprefill_jax.planning import Plan, plan
 from specprefill_jax.tokens import Tokenizer
 
 SMOLLM2 = Backend.from_str(gzip.decompress((DATA / "tokenizers/smollm2/tokenizer.json.gz").read_bytes()).decode())

@@ -19,8 +19,8 @@ from agreement import (
 )
 
 from specprefill_jax import SamplingParams, SpecPrefillConfig
+from specprefill_jax.planning import plan
 from specprefill_jax.scoring import score_and_choose
-from specprefill_jax.selection import plan
 
 SLOTS = 512  # of `score_golden`
 EDGES = (1, 2, 6, 7, 8, 13, 14, 15, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 130)

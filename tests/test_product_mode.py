@@ -14,7 +14,7 @@ from small_tokenizers import byte_level
 from specprefill_jax import SamplingParams, SpecPrefillConfig, pipeline
 from specprefill_jax.chat_prompt import encode_chat
 from specprefill_jax.kernels.chunk_topk import chunk_topk
-from specprefill_jax.selection import plan
+from specprefill_jax.planning import plan
 from specprefill_jax.tokens import Tokenizer
 
 OPEN = {"min_prompt_tokens": 0, "min_predicted_gain": 0.0, "eos_token_ids": ()}  # no gate but the budget's own

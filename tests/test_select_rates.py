@@ -8,7 +8,8 @@ from agreement import prompt_of
 
 from specprefill_jax import SamplingParams, SpecPrefillConfig
 from specprefill_jax.errors import ArgumentError
-from specprefill_jax.selection import Reason, Selection, plan
+from specprefill_jax.planning import Reason, plan
+from specprefill_jax.selection import Selection
 
 PAPER = SpecPrefillConfig.paper(0.3, look_ahead=8, chunk_size=8)
 PRODUCT = SpecPrefillConfig(

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from specprefill_jax.config import SpecPrefillConfig
 from specprefill_jax.errors import ArgumentError
 from specprefill_jax.kernels.chunk_topk import PADDING
-from specprefill_jax.selection import Plan, Reason, Selection, budget, num_chunks, plan
+from specprefill_jax.planning import Plan, Reason, budget, num_chunks, plan
+from specprefill_jax.selection import Selection
 
 GOLDENS = sorted((Path(__file__).parent / "data" / "goldens").glob("tiny_*.npz"))
 PADDED = 48

@@ -14,7 +14,8 @@ from specprefill_jax import selection as module
 from specprefill_jax.config import SpecPrefillConfig
 from specprefill_jax.errors import ArgumentError, SpecPrefillError
 from specprefill_jax.kernels.chunk_topk import Choice
-from specprefill_jax.selection import Reason, Selection, plan
+from specprefill_jax.planning import Reason, plan
+from specprefill_jax.selection import Selection
 
 PADDED = 8
 PRODUCT = SpecPrefillConfig(0.6, chunk_size=4, tail_tokens=1, min_prompt_tokens=0)

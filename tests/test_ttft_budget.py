@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from specprefill_jax import SamplingParams, SpecPrefill, SpecPrefillConfig, costs, predictor
 from specprefill_jax.costs import Prediction
+from specprefill_jax.planning import Reason, budget, plan
 from specprefill_jax.predictor import Predictor
-from specprefill_jax.selection import Reason, Selection, budget, plan
+from specprefill_jax.selection import Selection
 
 OPEN = {"min_prompt_tokens": 0, "min_predicted_gain": 0.0, "tail_tokens": 1, "chunk_size": 4}
 

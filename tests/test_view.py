@@ -14,7 +14,8 @@ from rich.console import Console
 
 from specprefill_jax.config import SpecPrefillConfig
 from specprefill_jax.errors import ArgumentError
-from specprefill_jax.selection import Reason, Selection, plan
+from specprefill_jax.planning import Reason, plan
+from specprefill_jax.selection import Selection
 from specprefill_jax.timing import Timings
 from specprefill_jax.view.page import MAX_BARS, render_page, write_page
 from specprefill_jax.view.report import DESCRIPTIONS, REASONS, Report, Run, describe, seconds

@@ -42,7 +42,7 @@ from specprefill_jax.errors import ArgumentError, argument_error
 from specprefill_jax.models.llama import FEW_ROWS
 from specprefill_jax.models.paged import PAGE
 from specprefill_jax.pipeline import SpecPrefill
-from specprefill_jax.selection import Plan, Reason, plan
+from specprefill_jax.planning import Plan, Reason, plan
 from specprefill_jax.sharding.mesh import platform
 from specprefill_jax.sharding.rules import DATA
 from specprefill_jax.speculative import Acceptance, step_cost

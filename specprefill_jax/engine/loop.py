@@ -24,7 +24,8 @@ from specprefill_jax.engine.scheduler import Sequence as Scheduled
 from specprefill_jax.engine.work import Work, batch_of, propose
 from specprefill_jax.errors import SpecPrefillError
 from specprefill_jax.models.paged import PAGE
-from specprefill_jax.selection import Plan, Reason, Selection
+from specprefill_jax.planning import Plan, Reason
+from specprefill_jax.selection import Selection
 
 log = logging.getLogger(__name__)
 

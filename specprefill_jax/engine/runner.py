@@ -20,10 +20,10 @@ from specprefill_jax.config import MAX_LOGPROBS
 from specprefill_jax.engine.scheduler import MAX_LOOK_AHEAD_ROWS
 from specprefill_jax.models.loaded import LoadedLlama, Step, Weights
 from specprefill_jax.models.paged import PAGE, PagedCache
+from specprefill_jax.planning import Plan, num_chunks
 from specprefill_jax.prefill import later
 from specprefill_jax.sampling import SamplingArrays, mark_seen, sample, token_logprobs
 from specprefill_jax.scoring import score_and_choose
-from specprefill_jax.selection import Plan, num_chunks
 from specprefill_jax.speculative import check_proposals
 from specprefill_jax.speculator import LookAhead, Speculator, window_queries
 

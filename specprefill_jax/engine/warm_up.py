@@ -9,8 +9,8 @@ import numpy as np
 
 from specprefill_jax.engine.runner import Batch, Chosen, Runner
 from specprefill_jax.models.loaded import Step
+from specprefill_jax.planning import Plan, Reason, num_chunks
 from specprefill_jax.sampling import SamplingArrays
-from specprefill_jax.selection import Plan, Reason, num_chunks
 from specprefill_jax.speculator import LookAhead
 
 

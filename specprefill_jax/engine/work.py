@@ -13,8 +13,9 @@ from specprefill_jax.engine.request import Finished, FinishReason, OnEvent, Requ
 from specprefill_jax.engine.runner import Batch, Runner
 from specprefill_jax.engine.scheduler import Sequence as Scheduled
 from specprefill_jax.models.loaded import Step
+from specprefill_jax.planning import Plan
 from specprefill_jax.sampling import SamplingArrays
-from specprefill_jax.selection import Plan, Selection
+from specprefill_jax.selection import Selection
 from specprefill_jax.speculative import Acceptance
 from specprefill_jax.tokens import StreamDecoder
 

@@ -17,7 +17,8 @@ import numpy as np
 
 from specprefill_jax.errors import argument_error
 from specprefill_jax.evals.bm25 import bm25
-from specprefill_jax.selection import Selection, budget, num_chunks
+from specprefill_jax.planning import budget, num_chunks
+from specprefill_jax.selection import Selection
 from specprefill_jax.tokens import StreamDecoder, Tokenizer
 
 _CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"

@@ -17,8 +17,8 @@ from specprefill_jax.adaptive import chunk_masses
 from specprefill_jax.config import check_integer
 from specprefill_jax.errors import SpecPrefillError, argument_error
 from specprefill_jax.importance import chunk_scores, token_importance
+from specprefill_jax.planning import num_chunks
 from specprefill_jax.prefill import bucket
-from specprefill_jax.selection import num_chunks
 from specprefill_jax.speculator import Speculator
 
 QUERY_BLOCK = 8

@@ -19,7 +19,7 @@ from specprefill_jax.evals.runner import Rows, common_fields, named
 from specprefill_jax.evals.samples import Sample, prompt_ids, true_answer_ids
 from specprefill_jax.evals.settings import Setting, names_of, parse_setting
 from specprefill_jax.pipeline import SpecPrefill
-from specprefill_jax.selection import budget
+from specprefill_jax.planning import budget
 from specprefill_jax.speculator import Speculator
 
 KIND = "recall"

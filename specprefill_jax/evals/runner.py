@@ -21,7 +21,8 @@ from specprefill_jax.evals.results import ResultFile
 from specprefill_jax.evals.samples import Sample, prompt_ids
 from specprefill_jax.evals.settings import Setting
 from specprefill_jax.pipeline import SpecPrefill
-from specprefill_jax.selection import Reason, Selection
+from specprefill_jax.planning import Reason
+from specprefill_jax.selection import Selection
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from specprefill_jax.engine.request import Event, Finished, FinishReason, Request, Stats
-from specprefill_jax.selection import Reason
+from specprefill_jax.planning import Reason
 
 if TYPE_CHECKING:
     from specprefill_jax.server.service import EngineLike

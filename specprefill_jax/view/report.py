@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol, Self
 
-from specprefill_jax.selection import Reason, Selection
+from specprefill_jax.planning import Reason
+from specprefill_jax.selection import Selection
 from specprefill_jax.timing import Timings
 
 REASONS: Mapping[Reason, str] = MappingProxyType(

@@ -20,7 +20,7 @@ from specprefill_jax.engine.request import (
     Request,
     UnavailableError,
 )
-from specprefill_jax.selection import Reason
+from specprefill_jax.planning import Reason
 from specprefill_jax.sharding.mesh import make_mesh
 from specprefill_jax.timing import PhaseClock
 from specprefill_jax.tokens import Tokenizer

@@ -15,7 +15,8 @@ from specprefill_jax.engine.request import Finished
 from specprefill_jax.errors import SpecPrefillError
 from specprefill_jax.evals import first_tokens
 from specprefill_jax.evals.first_tokens import PERCENTILES, Batch, seconds_of
-from specprefill_jax.selection import Reason, Selection
+from specprefill_jax.planning import Reason
+from specprefill_jax.selection import Selection
 from specprefill_jax.timing import Timings
 
 script = load_script("eval_ttft")

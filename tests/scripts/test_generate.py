@@ -19,7 +19,8 @@ from script_modules import load_script
 import specprefill_jax
 from specprefill_jax.config import SamplingParams, SpecPrefillConfig
 from specprefill_jax.errors import ArgumentError, CheckpointError
-from specprefill_jax.selection import Reason, Selection, plan
+from specprefill_jax.planning import Reason, plan
+from specprefill_jax.selection import Selection
 from specprefill_jax.timing import PHASES, PhaseClock
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,8 @@ from specprefill_jax.engine.request import Delta, EngineConfig, Finished, OnEven
 from specprefill_jax.engine.request import UnavailableError as Unavailable
 from specprefill_jax.errors import argument_error
 from specprefill_jax.kernels.chunk_topk import Choice
-from specprefill_jax.selection import Selection, plan
+from specprefill_jax.planning import plan
+from specprefill_jax.selection import Selection
 from specprefill_jax.timing import Timings
 from specprefill_jax.tokens import StreamDecoder, Tokenizer
 

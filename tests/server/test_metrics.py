@@ -5,7 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server.fake_engine import FakeEngine, make_tokenizer
 from server.running import held
 
-from specprefill_jax.selection import Reason
+from specprefill_jax.planning import Reason
 
 LONG = "all the boats of the harbour " * 30
 LABELS = {"model_name": "fake", "engine": "0"}
