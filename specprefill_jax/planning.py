@@ -1,6 +1,7 @@
 """Whether a prompt is read in part at all, and how many chunks are kept.
 
-Decided on the host, before the speculator runs, so that every later shape is known. Under keep rate "auto" the plan is of the most that may be kept.
+Decided on the host, before the speculator runs, so that every later shape is known. Under keep rate "auto" the plan is
+of the most that may be kept.
 """
 
 import math
