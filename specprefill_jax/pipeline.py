@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self, cast
@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from specprefill_jax import costs
 from specprefill_jax.cache import capacity_for
 from specprefill_jax.chat_prompt import Spans, encode_chat
-from specprefill_jax.config import KeepRate, SamplingParams, SpecPrefillConfig, check_integer
+from specprefill_jax.config import SamplingParams, SpecPrefillConfig, check_integer
 from specprefill_jax.decode import Decoder, TokenLogprobs
 from specprefill_jax.errors import ArgumentError, SpecPrefillError, argument_error
 from specprefill_jax.kernels.backend import choose_backend
@@ -29,7 +29,7 @@ from specprefill_jax.sampling import sampling_arrays, seen_tokens
 from specprefill_jax.scoring import kept_batch, score_and_choose
 from specprefill_jax.selection import Selection
 from specprefill_jax.speculative import Acceptance, Drafts, SpeculativeDecoder, step_cost
-from specprefill_jax.speculator import MAX_EOS_IDS, Speculator
+from specprefill_jax.speculator import MAX_EOS_IDS, LookAhead, Speculator
 from specprefill_jax.timing import Marks, PhaseClock
 from specprefill_jax.tokens import StreamDecoder, Tokenizer
 
@@ -147,38 +147,50 @@ class SpecPrefill:
             ArgumentError: see `encode`; or settings that do not fit the prompt.
             SpecPrefillError: in paper mode, a speculator that failed.
         """
-        return self.select_rates(prompt, None, config)[0]
+        ids, spans = self._encode(prompt)
+        return self._selected(ids, spans, config or SpecPrefillConfig(), None)
 
-    def select_rates(
-        self, prompt: Prompt, keep_rates: Sequence[KeepRate] | None, config: SpecPrefillConfig | None = None
-    ) -> list[Selection]:
-        """What `select` chooses at each of several keep rates, from one speculation.
+    def select_many(self, prompt: Prompt, configs: Sequence[SpecPrefillConfig]) -> list[Selection]:
+        """What `select` chooses with each of several configs, from as few speculations as that takes.
 
-        Args:
-            prompt: see `encode`.
-            keep_rates: in place of the config's; None for the config's alone.
-            config: all other settings.
+        One does for all configs that look ahead, however far, and end it with the same ids; a query window takes its
+        own. What differs in the keep rate alone is scored once.
 
         Raises:
             ArgumentError, SpecPrefillError: see `select`.
         """
-        config = config or SpecPrefillConfig()
         ids, spans = self._encode(prompt)
+        look_ahead = max((config.look_ahead or self.default_look_ahead for config in configs), default=1)
+        aheads: dict[tuple[tuple[int, ...], int], LookAhead] = {}
+
+        def read(config: SpecPrefillConfig) -> LookAhead:
+            ends, window = self.look_ahead_ends(config), config.query_window
+            if (ends, window) not in aheads:
+                aheads[ends, window] = self.speculator.read(ids, look_ahead, ends, window=window)
+            return aheads[ends, window]
+
+        scored: dict[SpecPrefillConfig, Selection] = {}
         selections: list[Selection] = []
-        scored: Selection | None = None
-        for rate in (config.keep_rate,) if keep_rates is None else keep_rates:
-            settings = replace(config, keep_rate=rate)
-            if scored is None:
-                selection = self._selected(ids, spans, settings)
-                scored = selection if selection.chunk_scores is not None else None
+        for config in configs:
+            alike = replace(config, keep_rate=1.0)
+            if alike in scored:
+                selection = self.adapt(scored[alike].replan(self._plan(ids, spans, config)), config)
             else:
-                selection = self.adapt(scored.replan(self._plan(ids, spans, settings)), settings)
+                selection = self._selected(ids, spans, config, read)
+                if selection.chunk_scores is not None:
+                    scored[alike] = selection
             selections.append(selection)
         return selections
 
-    def _selected(self, ids: np.ndarray, spans: Spans, config: SpecPrefillConfig) -> Selection:
+    def _selected(
+        self,
+        ids: np.ndarray,
+        spans: Spans,
+        config: SpecPrefillConfig,
+        read: Callable[[SpecPrefillConfig], LookAhead] | None,
+    ) -> Selection:
         """A selection whose scores were waited for and are finite."""
-        selection = self._select(ids, spans, config, None)
+        selection = self._select(ids, spans, config, None, read=read)
         try:
             selection.check()
         except SpecPrefillError as error:
@@ -407,20 +419,20 @@ class SpecPrefill:
         config: SpecPrefillConfig,
         marks: Marks | None,
         drafts: Drafts | None = None,
+        read: Callable[[SpecPrefillConfig], LookAhead] | None = None,
     ) -> Selection:
-        """Plan on the host, then enqueue speculation, scoring and choice on the device.
+        """Plan on the host, then enqueue speculation (unless `read` has it), scoring and choice on the device.
 
         Waits for nothing but, under keep rate "auto", the scores.
         """
-        look_ahead = config.look_ahead or self.default_look_ahead
         planned = self._plan(ids, spans, config)
         if not planned.engaged:
             if marks is not None:
                 marks.clock.phase("main_prefill")
             return Selection(planned)
-        ends = self.look_ahead_ends(config)
+        self.look_ahead_ends(config)  # refused before anything is read
         try:
-            return self._score(ids, planned, config, look_ahead, ends, marks, drafts)
+            return self._score(ids, planned, config, marks, drafts, read)
         except Exception as error:
             if config.mode == "paper":
                 raise SpecPrefillError(f"the speculator failed: {error}") from error
@@ -440,10 +452,9 @@ class SpecPrefill:
         ids: np.ndarray,
         planned: Plan,
         config: SpecPrefillConfig,
-        look_ahead: int,
-        ends: tuple[int, ...],
         marks: Marks | None,
         drafts: Drafts | None,
+        read: Callable[[SpecPrefillConfig], LookAhead] | None,
     ) -> Selection:
         if marks is not None:
             marks.clock.phase("speculate", tokens=len(ids))
@@ -452,8 +463,12 @@ class SpecPrefill:
             raise ArgumentError(
                 f"prompt of {len(ids)} tokens is not allowed: it must fit the speculator's context of {limit} tokens"
             )
-        room, window = drafts.room if drafts is not None else 0, config.query_window
-        ahead = self.speculator.read(ids, look_ahead, ends, room=room, window=window)
+        look_ahead, window = config.look_ahead or self.default_look_ahead, config.query_window
+        if read is not None:
+            ahead = read(config) if window else read(config).first(look_ahead)
+        else:
+            room = drafts.room if drafts is not None else 0
+            ahead = self.speculator.read(ids, look_ahead, self.look_ahead_ends(config), room=room, window=window)
         if drafts is not None:
             drafts.cache = ahead.cache
         if marks is not None:

@@ -6,6 +6,7 @@ What it leaves are the queries that score the prompt and its cache, whose keys t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,6 +36,13 @@ class LookAhead:
     num_queries: jax.Array
     """[B] int32, queries that count: up to and with the one that produced an end of sequence; of a window, the last so
     many."""
+
+    def first(self, count: int) -> "LookAhead":
+        """What a look-ahead of `count` queries would have left, if that is fewer; not of a window."""
+        if count >= self.queries.shape[2]:
+            return self
+        queries, tokens, num_queries = _first(self.queries, self.tokens, self.num_queries, count=count)
+        return LookAhead(queries, self.cache, tokens, num_queries)
 
 
 class Speculator:
@@ -142,6 +150,14 @@ class Speculator:
         (_, cache, _), (tokens, later) = lax.scan(step, (first, cache, length), length=count - 1)
         stacked, out, valid = _collect([queries, *later], [first, *tokens], eos)
         return LookAhead(stacked, cache, out, valid)
+
+
+@partial(jax.jit, static_argnames="count")
+def _first(
+    queries: jax.Array, tokens: jax.Array, num_queries: jax.Array, count: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The first `count` of each row's queries [L, B, Q, N, H] and tokens [B, Q], and how many of them count [B]."""
+    return queries[:, :, :count], tokens[:, :count], jnp.minimum(num_queries, count)
 
 
 @jax.jit

@@ -24,11 +24,11 @@ class Answering:
         self.fails = fails
         self.asked = []
 
-    def select_rates(self, ids, rates, config):
+    def select_many(self, ids, configs):
         self.speculated += 1
         if len(ids) in self.fails:
             raise SpecPrefillError("the speculator failed: on purpose")
-        plans = [plan(len(ids), type(config).paper(rate, chunk_size=config.chunk_size)) for rate in rates]
+        plans = [plan(len(ids), config) for config in configs]
         return [Selection.of_chunks(ids, range(p.kept_chunks), chunk_size=p.chunk_size) for p in plans]
 
     def generate(self, ids, sampling, config, *, selection):

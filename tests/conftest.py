@@ -27,6 +27,12 @@ os.environ["OPENBLAS_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture(scope="session")
+def optimised():
+    """The environment of a process that computes more than it compiles."""
+    return os.environ | {"XLA_FLAGS": os.environ["XLA_FLAGS"].replace(UNOPTIMISED, "")}
+
+
+@pytest.fixture(scope="session")
 def tiny():
     """The tiny pair in float32: main model 4 layers, speculator 3 layers, 512 tokens, 4096 positions."""
     from agreement import load_tiny  # imports numpy, which reads the environment then

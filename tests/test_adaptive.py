@@ -282,8 +282,9 @@ def test_a_dense_prompt_is_read_whole_by_a_pair(tiny, reference):
 def test_rates_and_auto_from_one_speculation_equal_select(tiny):
     ids, dense = prompt_of(130), tiny_auto(max_entropy=0.0)
     for config, rates in ((tiny_auto(), ("auto", 0.5, "auto")), (tiny_auto(), (0.4, "auto")), (dense, ("auto", 0.4))):
-        for rate, selection in zip(rates, tiny.select_rates(ids, rates, config), strict=True):
-            alone = tiny.select(ids, SpecPrefillConfig(rate, **PRODUCT, max_entropy=config.max_entropy))
+        configs = [replace(config, keep_rate=rate) for rate in rates]
+        for alike, selection in zip(configs, tiny.select_many(ids, configs), strict=True):
+            alone = tiny.select(ids, alike)
             assert selection.to_dict() == alone.to_dict()
             assert selection.kept_indices.tolist() == alone.kept_indices.tolist()
 

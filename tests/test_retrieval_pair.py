@@ -1,37 +1,27 @@
 """The built-in pair `retrieval-tiny`: its files, its tokenizer, and that it retrieves, read whole and in part."""
 
+import json
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specprefill_jax import SamplingParams, SpecPrefill, SpecPrefillConfig
+from specprefill_jax import SamplingParams, SpecPrefill
 from specprefill_jax.errors import CheckpointError
-from specprefill_jax.evals.lookups import draw_case, draw_needles, prose
+from specprefill_jax.evals.lookups import draw_needles, prose
 from specprefill_jax.models import builtin
 from specprefill_jax.models.checkpoint import open_checkpoint
 
 MAIN, SPECULATOR = "retrieval-tiny", "retrieval-tiny-speculator"
-CASES = 30  # a hundred take scripts/eval_needle.py --lookups a minute
 
 
 @pytest.fixture(scope="module")
 def model():
     return SpecPrefill.from_pretrained(MAIN, SPECULATOR, "float32")
-
-
-@pytest.fixture(scope="module")
-def answers(model):
-    """(value, output after a dense read, output after a sparse one) of each case."""
-    sampling = SamplingParams(max_tokens=5)
-    ways = SpecPrefillConfig(enabled=False), SpecPrefillConfig.paper(0.1)
-    found = []
-    for seed in range(CASES):
-        case = draw_case(random.Random(seed), 1000, lambda text: len(model.tokenizer.encode(text)) - 1)
-        dense, sparse = (model.generate(case.prompt, sampling, way) for way in ways)
-        found.append((case.value, dense, sparse))
-    return found
 
 
 def test_files_are_few_and_the_models_differ():
@@ -74,13 +64,23 @@ def test_chat_is_a_prompt_as_trained_on(model):
     assert output.finish_reason == "stop"
 
 
-def test_dense_answers_are_right(answers):
-    assert sum(dense.text == f" {value}." for value, dense, _ in answers) >= 0.95 * CASES
-
-
-def test_sparse_answers_are_right_where_dense_ones_are(answers):
-    for _, dense, sparse in answers:
-        assert dense.selection.num_tokens >= 1000
-        assert sparse.selection.num_kept <= 128
-    answered = [(value, sparse) for value, dense, sparse in answers if dense.text == f" {value}."]
-    assert sum(sparse.text == f" {value}." for value, sparse in answered) >= 0.95 * len(answered)
+def test_a_hundred_needles(tmp_path, optimised):
+    """Dense reads find needles in a thousand tokens; reads of a tenth find at least 95 of 100 of those."""
+    out = tmp_path / "needles.json"
+    script = Path(__file__).parents[1] / "scripts" / "eval_needle.py"
+    flags = [
+        f"--main={MAIN}",
+        f"--speculator={SPECULATOR}",
+        "--lookups",
+        "--cases=100",
+        "--expect=0.95",
+        f"--out={out}",
+    ]
+    done = subprocess.run([sys.executable, script, *flags], env=optimised, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    cases = json.loads(out.read_text())["cases"]
+    assert len(cases) == 100
+    assert all(case["tokens"] >= 1000 and case["kept"] <= 128 for case in cases)
+    answered = [case for case in cases if case["dense"] == f" {case['number']}."]
+    assert len(answered) >= 95
+    assert sum(case["sparse"] == case["dense"] for case in answered) >= 0.95 * len(answered)

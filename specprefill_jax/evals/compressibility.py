@@ -79,11 +79,12 @@ def curves(rows: Iterable[Row]) -> list[Curve]:
     whole = {(row.benchmark, row.sample): row.score for row in rows if row.method == "dense"}
     found: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        if row.method in ("specprefill", "product") and (row.benchmark, row.sample) in whole:
+        scored = row.method in ("specprefill", "product") and row.keep_rate != "auto"
+        if scored and (row.benchmark, row.sample) in whole:
             found.setdefault((series_of(row.setting), row.benchmark, row.sample), []).append(row)
     out = []
     for (series, benchmark, sample), own in found.items():
-        points = sorted((row.keep_rate, row.score or 0.0) for row in own)
+        points = sorted((rate, row.score or 0.0) for row in own if not isinstance(rate := row.keep_rate, str))
         dense = whole[benchmark, sample] or 0.0
         out.append(Curve(benchmark, own[0].task, sample, series, (*points, (1.0, dense))))
     return out

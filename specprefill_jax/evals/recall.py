@@ -32,8 +32,8 @@ def recall_settings(keep_rates: tuple[float, ...], look_aheads: tuple[int, ...])
     """The paper's full setting at every keep rate and look-ahead, and given the true answer (`p1_full_answer`)."""
     settings = [parse_setting(name) for name in names_of(("specprefill",), keep_rates, look_aheads)]
     full = PAPER_SETTINGS["Full"]
-    for name in names_of(("specprefill",), keep_rates, (1,)):
-        rate = parse_setting(name).keep_rate
+    for rate in keep_rates:
+        [name] = names_of(("specprefill",), (rate,), (1,))
         config = SpecPrefillConfig.paper(rate, 1, full["pool_width"], full["chunk_size"])
         settings.append(Setting(f"{name}_answer", "answer", rate, config))
     return settings
@@ -73,24 +73,26 @@ def _rows(
     timings = {"oracle": time.perf_counter() - started}
     for group in groups:
         started = time.perf_counter()
+        chosen: list[tuple[np.ndarray, np.ndarray | None, int]]
         try:
             if group[0].method == "answer":
                 found = oracle_chunks(model.speculator, ids, answer, chunk_size, pool_width, backend=model.kernels)
-                chosen, queries = [best_chunks(found, budget(len(found), s.keep_rate)) for s in group], len(answer) + 1
+                rates = [rate for setting in group if not isinstance(rate := setting.keep_rate, str)]
+                masks = [best_chunks(found, budget(len(found), rate)) for rate in rates]
+                chosen = [(mask, found, len(answer) + 1) for mask in masks]
             else:
-                assert group[0].config is not None
-                selections = model.select_rates(ids, [setting.keep_rate for setting in group], group[0].config)
-                scores = selections[0].chunk_scores
-                assert scores is not None  # in paper mode no prompt is read whole
-                found, queries = scores, selections[0].num_queries
-                chosen = [selection.kept_chunk_mask for selection in selections]
+                configs = [setting.config for setting in group if setting.config is not None]
+                chosen = [
+                    (made.kept_chunk_mask, made.chunk_scores, made.num_queries)
+                    for made in model.select_many(ids, configs)
+                ]
         except SpecPrefillError as error:
             for setting in group:
                 yield {**common, **_unread(setting, error)}
             continue
         timings["choose"] = time.perf_counter() - started
-        correlations = {"spearman": spearman(found, oracle), "pearson": pearson(found, oracle)}
-        for setting, mask in zip(group, chosen, strict=True):
+        for setting, (mask, scores, queries) in zip(group, chosen, strict=True):
+            assert scores is not None  # in paper mode no prompt is read whole
             yield {
                 **common,
                 **named(setting),
@@ -99,7 +101,8 @@ def _rows(
                 "num_chunks": len(oracle),
                 "kept_chunks": int(mask.sum()),
                 **_shares(mask, oracle, len(ids), chunk_size),
-                **correlations,
+                "spearman": spearman(scores, oracle),
+                "pearson": pearson(scores, oracle),
                 "skipped": None,
                 "timings": dict(timings),
             }

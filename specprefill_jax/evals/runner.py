@@ -1,13 +1,13 @@
 """Asks a model every sample in every setting and keeps what came out; stop it anywhere, run it again, and it goes on.
 
-A prompt is tokenised once, and speculated once for all keep rates that differ in nothing else.
+A prompt is tokenised once, and speculated once for all keep rates and look-aheads.
 """
 
 import hashlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -97,11 +97,10 @@ def run(
 
 
 def _groups(settings: Sequence[Setting]) -> list[list[Setting]]:
-    """The settings in order, those that share a speculation together, where the first of them is."""
-    groups: dict[object, list[Setting]] = {}
+    """The settings in order, those that a speculator chooses for together, where the first of them is."""
+    groups: dict[str, list[Setting]] = {}
     for setting in settings:
-        config = setting.config
-        shared = setting.name if config is None else (setting.method, replace(config, keep_rate=1.0))
+        shared = setting.name if setting.config is None else f"speculated, {setting.method}"
         groups.setdefault(shared, []).append(setting)
     return list(groups.values())
 
@@ -159,7 +158,7 @@ def _check_room(model: SpecPrefill, ids: np.ndarray, max_tokens: int, setting: S
 def selections(
     model: SpecPrefill, ids: np.ndarray, question: str, group: Sequence[Setting], seed: int
 ) -> list[Selection]:
-    """What is read of a prompt in each of several settings that differ in their keep rates alone.
+    """What is read of a prompt in each of several settings that a speculator chooses for, or in one of another kind.
 
     Args:
         model: the pair.
@@ -171,11 +170,13 @@ def selections(
     Raises:
         SpecPrefillError: the speculator failed.
     """
+    configs = [setting.config for setting in group if setting.config is not None]
+    if configs:
+        return model.select_many(ids, configs)
     first = group[0]
-    if first.config is not None:
-        return model.select_rates(ids, [setting.keep_rate for setting in group], first.config)
     if first.method == "dense":
         return [Selection.whole(len(ids), Reason.DISABLED)]
+    assert first.keep_rate != "auto"  # no baseline has it
     return [choose(first.method, Request(ids, first.keep_rate, question, model.tokenizer, seed))]
 
 
@@ -199,7 +200,7 @@ def _answered(
         "score": score,
         **notes,
         "skipped": None,
-        # The choice is made once for all keep rates of a group.
+        # The choices of a group are made together.
         "timings": {"choose": seconds, **output.timings.as_dict()},
     }
 

@@ -1,6 +1,7 @@
 """A plot of scores over keep rates: a line for each way of choosing, and one across for the whole prompt."""
 
 import math
+import statistics
 from collections.abc import Sequence
 
 from specprefill_jax.evals.tables import Estimate, Row, estimates, settings_of
@@ -8,7 +9,7 @@ from specprefill_jax.view.plot import BOTTOM, COLOURS, LEFT, RIGHT, Axes, curve,
 
 
 def series_of(setting: str) -> str:
-    """The way of choosing without its keep rate: `p1_full_lah8` is `p*_full_lah8`."""
+    """The way of choosing without its keep rate: `p1_full_lah8` is `p*_full_lah8`; "auto" is a way of its own."""
     parts = setting.split("_")
     return "_".join("p*" if part[:1] == "p" and part[1:2].isdigit() else part for part in parts)
 
@@ -16,7 +17,9 @@ def series_of(setting: str) -> str:
 def score_svg(rows: Sequence[Row], heading: str, seed: int = 0) -> str:
     """Means over all tasks as lines, 95 % intervals as bands."""
     known = {setting: estimate for (setting,), estimate in estimates(rows, ("setting",), seed).items()}
-    rates = {row.setting: row.keep_rate for row in rows}
+    rates = {row.setting: rate for row in rows if not isinstance(rate := row.keep_rate, str)}
+    for setting in {row.setting for row in rows} - rates.keys():  # where what it read puts it
+        rates[setting] = statistics.mean(row.kept for row in rows if row.setting == setting and row.score is not None)
     series: dict[str, list[tuple[float, Estimate]]] = {}
     for setting in settings_of(rows):
         if setting in known and setting != "dense":

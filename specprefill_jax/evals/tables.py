@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specprefill_jax.config import KeepRate
 from specprefill_jax.evals.document import Table
 
 RESAMPLES = 2000
@@ -55,7 +56,7 @@ class Row:
     bucket: str
     setting: str
     method: str
-    keep_rate: float
+    keep_rate: KeepRate
     score: float | None
     """None for one that could not be read."""
     kept: float
@@ -77,9 +78,9 @@ class Row:
         )
 
 
-def order_of(setting: str, method: str, keep_rate: float) -> tuple[bool, str, float, str]:
-    """Sorts ways of reading: dense, then the methods, each from the lowest keep rate up."""
-    return method != "dense", method, keep_rate, setting
+def order_of(setting: str, method: str, keep_rate: KeepRate) -> tuple[bool, str, float, str]:
+    """Sorts ways of reading: dense, then the methods, each from the lowest keep rate up, "auto" last."""
+    return method != "dense", method, 2.0 if keep_rate == "auto" else keep_rate, setting
 
 
 def settings_of(rows: Iterable[Row]) -> list[str]:

@@ -281,7 +281,7 @@ def test_what_cannot_be_read_is_a_row_that_says_so(pair, tmp_path, monkeypatch):
     def fail(*given, **named):
         raise SpecPrefillError("the speculator failed: on purpose")
 
-    monkeypatch.setattr(pair, "select_rates", fail)
+    monkeypatch.setattr(pair, "select_many", fail)
     path = tmp_path / "failed.jsonl"
     assert run_into(path, pair, samples(1)) == Counts(6, 0, 4)
     rows = {row["setting"]: row["skipped"] for row in read_rows(path)}

@@ -118,12 +118,13 @@ def main() -> None:
     for devices in (1, 2, 4, 8):
         model = loaded.get(devices) or load_tiny(mesh=make_mesh(devices))
         check_layout(model, devices)
-        check_goldens(model, CASES if devices == 8 else CASES[:1])  # the more devices, the harder
-        for tokens in (1, 32):
+        if devices > 1:  # of one device the other tests are
+            check_goldens(model, CASES if devices == 8 else CASES[:1])  # the more devices, the harder
+        for tokens in (1, 32) if devices == 8 else (1,):
             found = collectives(model.main, tokens)
             # Two a layer, and one for the embedding.
             assert found == ({"all-reduce": 3} if devices > 1 else {}), (devices, tokens, found)
-        print("goldens", devices, flush=True)
+        print("devices", devices, flush=True)
     check_rows()
     print("rows", flush=True)
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-GOLDENS = [*(f"goldens {devices}" for devices in (1, 2, 4, 8)), "rows"]
+MESHES = [*(f"devices {devices}" for devices in (1, 2, 4, 8)), "rows"]
 
 
 @pytest.mark.parametrize(
-    ("name", "told"), [("eight_models.py", GOLDENS), ("eight_float8.py", ["static", "fbgemm", "channel"])]
+    ("name", "told"), [("eight_models.py", MESHES), ("eight_float8.py", ["static", "fbgemm", "channel"])]
 )
 def test_one_to_eight_devices_equal_one_and_the_goldens(name, told):
     script = Path(__file__).with_name(name)

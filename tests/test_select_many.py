@@ -7,7 +7,7 @@ import pytest
 from agreement import prompt_of
 
 from specprefill_jax import SamplingParams, SpecPrefillConfig
-from specprefill_jax.errors import ArgumentError
+from specprefill_jax.errors import ArgumentError, SpecPrefillError
 from specprefill_jax.planning import Reason, plan
 from specprefill_jax.selection import Selection
 
@@ -18,42 +18,89 @@ PRODUCT = SpecPrefillConfig(
 FOUR = SamplingParams(max_tokens=4, ignore_eos=True)
 
 
-@pytest.mark.parametrize("config", [PAPER, PRODUCT], ids=["paper", "product"])
-def test_rates_from_one_speculation_equal_select(tiny, config):
-    ids, rates = prompt_of(130), (0.1, 0.5, 0.3, 1.0)
-    calls, read = [], tiny.speculator.read
+def speculations(model, monkeypatch) -> list[int]:
+    """Gets the look-ahead of each speculation, from now on."""
+    calls, read = [], model.speculator.read
 
-    def counted(*arguments, **named):
-        calls.append(1)
-        return read(*arguments, **named)
+    def counted(ids, look_ahead, *arguments, **named):
+        calls.append(look_ahead)
+        return read(ids, look_ahead, *arguments, **named)
 
-    tiny.speculator.read = counted
-    try:
-        many = tiny.select_rates(ids, rates, config)
-        speculated = len(calls)
-    finally:
-        del tiny.speculator.read
-    assert speculated == 1
-    for rate, selection in zip(rates, many, strict=True):
-        alone = tiny.select(ids, replace(config, keep_rate=rate))
+    monkeypatch.setattr(model.speculator, "read", counted)
+    return calls
+
+
+def check_alone(model, ids, configs, many):
+    """Each selection is that which its config makes alone."""
+    for config, selection in zip(configs, many, strict=True):
+        alone = model.select(ids, config)
         assert selection.plan == alone.plan
         assert selection.kept_indices.tolist() == alone.kept_indices.tolist()
         assert selection.kept_chunk_mask.tolist() == alone.kept_chunk_mask.tolist()
         assert selection.to_dict() == alone.to_dict()
+        assert selection.look_ahead_tokens == alone.look_ahead_tokens
+        if alone.importance is not None:
+            np.testing.assert_allclose(selection.importance, alone.importance, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("config", [PAPER, PRODUCT], ids=["paper", "product"])
+def test_rates_from_one_speculation_equal_select(tiny, config, monkeypatch):
+    ids, configs = prompt_of(130), [replace(config, keep_rate=rate) for rate in (0.1, 0.5, 0.3, 1.0)]
+    with monkeypatch.context() as patch:
+        calls = speculations(tiny, patch)
+        many = tiny.select_many(ids, configs)
+    assert calls == [8]
+    check_alone(tiny, ids, configs, many)
     assert many[-1].engaged == (config is PAPER)
-    assert many[1].look_ahead_tokens == many[2].look_ahead_tokens != []
+    assert many[1].look_ahead_tokens != []
+
+
+def test_look_aheads_pools_and_chunks_from_one_speculation_equal_select(tiny, monkeypatch):
+    """Of a shorter look-ahead a longer one begins alike, an end of sequence in it included."""
+    ids = prompt_of(130)
+    third = tiny.select(ids, PAPER).look_ahead_tokens[2]
+    changes = [
+        {},
+        {"look_ahead": 1},
+        {"look_ahead": 3},
+        {"look_ahead": None, "chunk_size": 5},
+        {"look_ahead": 2, "keep_rate": 0.1},
+        {"pool_width": 3, "look_ahead": 1},
+    ]
+    configs = [replace(PAPER, **change) for change in changes]
+    configs.append(replace(PRODUCT, query_window=8, look_ahead=None))
+    configs += [replace(config, eos_token_ids=(third,)) for config in configs[:3]]
+    with monkeypatch.context() as patch:
+        calls = speculations(tiny, patch)
+        many = tiny.select_many(ids, configs)
+    assert len(calls) == 3  # with either end of sequence, and the window's
+    assert [selection.num_queries for selection in many] == [8, 1, 3, 8, 2, 1, 8, 3, 1, 3]
+    check_alone(tiny, ids, configs, many)
+    assert tiny.select_many(ids, []) == []
+
+
+def test_one_of_many_that_fails_fails_by_its_own_mode(tiny, monkeypatch):
+    def broken(*arguments, **named):
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(tiny.speculator, "read", broken)
+    ids = prompt_of(130)
+    [failed, whole] = tiny.select_many(ids, [PRODUCT, replace(PRODUCT, enabled=False)])
+    assert (failed.reason, whole.reason) == (Reason.SPECULATOR_FAILED, Reason.DISABLED)
+    with pytest.raises(SpecPrefillError, match="the speculator failed: on purpose"):
+        tiny.select_many(ids, [PRODUCT, PAPER])
 
 
 def test_generation_from_a_selection_equals_that_which_selects(tiny):
-    ids = prompt_of(130)
-    [first, second] = tiny.select_rates(ids, (0.1, 0.5), PAPER)
-    for selection, rate in ((first, 0.1), (second, 0.5)):
-        alone = tiny.generate(ids, FOUR, replace(PAPER, keep_rate=rate))
+    ids, configs = prompt_of(130), [replace(PAPER, keep_rate=rate) for rate in (0.1, 0.5)]
+    [first, second] = tiny.select_many(ids, configs)
+    for selection, config in ((first, configs[0]), (second, configs[1])):
+        alone = tiny.generate(ids, FOUR, config)
         given = tiny.generate(ids, FOUR, selection=selection)
         assert given.token_ids == alone.token_ids
         assert given.selection is selection
         assert (given.timings.speculate, given.timings.score) == (0.0, 0.0)
-    assert np.array_equal(tiny.prefill(ids, second), tiny.prefill(ids, tiny.select(ids, replace(PAPER, keep_rate=0.5))))
+    assert np.array_equal(tiny.prefill(ids, second), tiny.prefill(ids, tiny.select(ids, configs[1])))
 
 
 def test_given_chunks(tiny):
