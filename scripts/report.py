@@ -3,10 +3,10 @@
     python scripts/report.py results --out results/report.md --html results/report.html --plots results
 
 Reads every .jsonl file of rows in the folder that scripts/eval_longbench.py and its like, and scripts/eval_recall.py,
-have written, and every .json file of scripts/eval_ttft.py. Scores are times 100, with 95 % intervals by bootstrap over
-the samples (seeded); tasks weigh the same in an average, however many samples each has. Beside the report stands a
-.samples.tsv with each sample's scores by keep rate and what kind of prompt it is, where samples were read whole and in
-part.
+have written, and every .json file of scripts/eval_ttft.py and scripts/bench_qps.py. Scores are times 100, with 95 %
+intervals by bootstrap over the samples (seeded); tasks weigh the same in an average, however many samples each has.
+Beside the report stands a .samples.tsv with each sample's scores by keep rate and what kind of prompt it is, where
+samples were read whole and in part.
 """
 
 import sys
@@ -35,6 +35,8 @@ class Args:
     """File for one page with tables and figures, which needs no other file; None: no page."""
     plots: Path | None = None
     """Folder for the figures, an .svg file for each; None: no such files."""
+    paper: bool = False
+    """Draw what the paper reports, of other models, into the figures that have the same axes."""
     seed: int = 0
     """Of the bootstrap."""
 
@@ -47,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 def write(args: Args) -> None:
     """The same; SpecPrefillError for a folder that has nothing to report."""
     results = read(args.results)
-    blocks = report(results, args.seed)
+    blocks = report(results, args.seed, args.paper)
     files: dict[Path, str] = {}
     if args.out is not None:
         files[args.out] = to_markdown(blocks)
@@ -59,7 +61,7 @@ def write(args: Args) -> None:
     if found and files:
         files[next(iter(files)).with_suffix(".samples.tsv")] = as_tsv(found)
     if args.plots is not None:
-        files |= {args.plots / f"{name}.svg": svg for name, svg in figures(results, args.seed).items()}
+        files |= {args.plots / f"{name}.svg": svg for name, svg in figures(results, args.seed, args.paper).items()}
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -63,7 +63,7 @@ def test_project_metadata():
     assert PROJECT["requires-python"] == ">=3.12"
     assert PROJECT["license"] == "Apache-2.0"
     assert "jax>=0.11.2,<0.13" in PROJECT["dependencies"]
-    extras = {"cuda12", "tpu", "serve", "eval", "lm-eval", "ray", "aot", "test", "dev"}
+    extras = {"cuda12", "tpu", "serve", "eval", "embedding", "lm-eval", "ray", "aot", "test", "dev"}
     assert set(PROJECT["optional-dependencies"]) == extras
     everything = [*PROJECT["dependencies"], *itertools.chain(*PROJECT["optional-dependencies"].values())]
     assert [name for name in everything if re.match(r"(torch|vllm|tensorflow)\b", name)] == []
@@ -163,12 +163,14 @@ def unsafe_in(source: str) -> list[str]:
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"eval", "exec"}:
             found.append(node.func.id)
         elif isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
-            found.append(node.arg)
+            refused = isinstance(node.value, ast.Constant) and node.value.value is False
+            found += [] if refused else [node.arg]
     return found
 
 
 def test_unsafe_code_is_found():
-    source = "import pickle\nfrom marshal import loads\neval('1')\nload(x, trust_remote_code=True)\nx.eval()\n"
+    source = "import pickle\nfrom marshal import loads\neval('1')\nload(x, trust_remote_code=True)\n"
+    source += "x.eval()\nload(x, trust_remote_code=False)\n"
     assert sorted(unsafe_in(source)) == ["eval", "marshal", "pickle", "trust_remote_code"]
 
 

@@ -1,4 +1,4 @@
-"""Other ways to choose what is read of a prompt, at the same number of tokens, without any model.
+"""Other ways to choose what is read of a prompt, at the same number of tokens, without a speculator.
 
 All of them restore positions as SpecPrefill does: what is kept stays in the order of the prompt, each token at its
 place. All but `head_tail` first keep the prompt's first chunk and its last 64 tokens, as product mode does; these count
@@ -15,8 +15,9 @@ from types import MappingProxyType
 
 import numpy as np
 
-from specprefill_jax.errors import argument_error
+from specprefill_jax.errors import SpecPrefillError, argument_error
 from specprefill_jax.evals.bm25 import bm25
+from specprefill_jax.evals.extras import extra
 from specprefill_jax.planning import budget, num_chunks
 from specprefill_jax.selection import Selection
 from specprefill_jax.tokens import StreamDecoder, Tokenizer
@@ -24,6 +25,16 @@ from specprefill_jax.tokens import StreamDecoder, Tokenizer
 _CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 _TERM = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
 _SENTENCE_END = re.compile(r"[.!?]+[\"')\]”’]*\s+|[。！？]+[”’」』]*\s*|\s*\n\s*")
+
+
+@dataclass(frozen=True)
+class Embedder:
+    """What embeds texts."""
+
+    model: str
+    """Its name."""
+    embed: Callable[[Sequence[str]], np.ndarray]
+    """Texts -> their embeddings [texts, dimensions], each of length 1."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +49,8 @@ class Request:
     tokenizer: Tokenizer | None = None
     """None: token ids stand for words, and chunks for sentences."""
     seed: int = 0
+    embedder: Embedder | None = None
+    """Of "embedding_sentences"."""
     chunk_size: int = 32
     tail_tokens: int = 64
 
@@ -93,13 +106,40 @@ def bm25_chunks(request: Request) -> Selection:
 
 
 def bm25_sentences(request: Request) -> Selection:
-    """The sentences whose words answer the question best, by BM25, to as many tokens as whole chunks would have.
+    """The sentences whose words answer the question best, by BM25; see `_sentences`."""
+    return _sentences(request, _ranked)
+
+
+def embedding_sentences(request: Request) -> Selection:
+    """The sentences whose embeddings are nearest to the question's; see `_sentences`.
+
+    The retrieval that arXiv 2502.02789 compares with, except that what is found stays at its place. Without a question
+    the last 64 tokens ask.
+
+    Raises:
+        ArgumentError: no embedder, or no tokenizer.
+    """
+    embedder = request.embedder
+    if embedder is None or request.tokenizer is None:
+        raise argument_error("embedder", embedder, "given, together with a tokenizer")
+
+    def ranked(text: "_Text", borders: Sequence[int]) -> list[int]:
+        pieces = [text.piece(start, end) for start, end in pairwise(borders)]
+        asked = request.question or text.piece(max(len(request.ids) - request.tail_tokens, 0), len(request.ids))
+        *found, question = embedder.embed([*pieces, asked])
+        return np.argsort(-(np.asarray(found) @ question), kind="stable").tolist()
+
+    return _sentences(request, ranked)
+
+
+def _sentences(request: Request, rank: "Callable[[_Text, Sequence[int]], list[int]]") -> Selection:
+    """The sentences that `rank` puts first, to as many tokens as whole chunks would have.
 
     The last sentence is cut where the budget ends.
     """
     text = _Text(request)
     borders = text.sentence_borders()
-    ranked = (token for index in _ranked(text, borders) for token in range(borders[index], borders[index + 1]))
+    ranked = (token for index in rank(text, borders) for token in range(borders[index], borders[index + 1]))
     short = request.num_chunks * request.chunk_size - len(request.ids)  # what the last chunk lacks; it is kept
     room = request.kept_chunks * request.chunk_size - short
     forced = _ends(len(request.ids), request.chunk_size, request.tail_tokens)
@@ -134,6 +174,10 @@ class _Text:
         known = request.tokenizer is not None and asked
         self.query: list[Hashable] = list(asked) if known else [term for token, term in self.terms if token >= tail]
 
+    def piece(self, start: int, end: int) -> str:
+        """The text of tokens `start` to `end`."""
+        return self._text[self._starts[start] : self._starts[end] if end < len(self._starts) else None]
+
     def _token_at(self, character: int) -> int:
         """The token in which the character begins: of several bytes' tokens, the first."""
         token = bisect_right(self._starts, character) - 1
@@ -155,9 +199,28 @@ BASELINES: Mapping[str, Callable[[Request], Selection]] = MappingProxyType(
         "head_tail": head_tail,
         "bm25_chunks": bm25_chunks,
         "bm25_sentences": bm25_sentences,
+        "embedding_sentences": embedding_sentences,
     }
 )
 """The ways of choosing by name."""
+
+
+def sentence_embedder(model: str) -> Embedder:
+    """Embeddings by a model of sentence-transformers: a folder or a Hub id, in safetensors and without code of its own.
+
+    Raises:
+        SpecPrefillError: the library is missing, or has no such model.
+    """
+    library = extra("sentence_transformers", "embedding")
+    try:
+        encoder = library.SentenceTransformer(model, trust_remote_code=False, model_kwargs={"use_safetensors": True})
+    except (OSError, ValueError) as error:
+        raise SpecPrefillError(f"{model} is no model of sentence-transformers: {error}") from error
+
+    def embed(texts: Sequence[str]) -> np.ndarray:
+        return np.asarray(encoder.encode(list(texts), normalize_embeddings=True, show_progress_bar=False), np.float32)
+
+    return Embedder(model, embed)
 
 
 def choose(name: str, request: Request) -> Selection:

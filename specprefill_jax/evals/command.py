@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -10,14 +11,18 @@ import jax
 from rich.console import Console
 
 from specprefill_jax.config import check_integer
+from specprefill_jax.errors import argument_error
+from specprefill_jax.evals.baselines import sentence_embedder
 from specprefill_jax.evals.benchmarks import Samples
 from specprefill_jax.evals.results import ResultFile
-from specprefill_jax.evals.runner import Rows, run
+from specprefill_jax.evals.runner import Rows, answers, run
 from specprefill_jax.evals.settings import Setting, names_of, parse_setting
 from specprefill_jax.machine import describe
 from specprefill_jax.pipeline import SpecPrefill
 
-Method = Literal["dense", "specprefill", "product", "random", "head_tail", "bm25_chunks", "bm25_sentences"]
+Method = Literal[
+    "dense", "specprefill", "product", "random", "head_tail", "bm25_chunks", "bm25_sentences", "embedding_sentences"
+]
 
 LIBRARIES = ("rouge", "jieba", "fuzzywuzzy", "lm-eval", "datasets")
 """Packages that scores depend on; their versions go into every row, where they are installed."""
@@ -55,11 +60,17 @@ class RunArgs(PairArgs):
     settings: tuple[str, ...] = ()
     """Ways of reading by name, in place of methods, keep rates and look-aheads: dense p1_full_lah8 bm25_chunks_p1."""
 
+    embedding_model: str | None = None
+    """Model of sentence-transformers, a folder or a Hub id, for the method "embedding_sentences"."""
+
     @property
     def ways(self) -> list[Setting]:
         """The ways of reading; ArgumentError for one that is not allowed."""
         names = self.settings or names_of(self.methods, self.keep_rates, self.look_aheads)
-        return [parse_setting(name) for name in names]
+        found = [parse_setting(name) for name in names]
+        if self.embedding_model is None and any(setting.method == "embedding_sentences" for setting in found):
+            raise argument_error("embedding_model", None, "given, for the method 'embedding_sentences'")
+        return found
 
 
 def execute(
@@ -78,7 +89,7 @@ def execute(
         settings: ways of reading.
         samples: called once with the pair.
         about: what, beside the models and the seed, all rows of the file have in common.
-        rows: what is found out of a sample, see `runner.run`.
+        rows: what is found out of a sample, see `runner.run`; None: answers.
 
     Raises:
         SpecPrefillError: flags, models, samples or an existing file that are not allowed.
@@ -95,6 +106,8 @@ def execute(
         "seed": args.seed,
         **about,
     }
+    if isinstance(args, RunArgs) and args.embedding_model is not None:
+        rows = partial(answers, embedder=sentence_embedder(args.embedding_model))
     path = args.out / f"{benchmark}.jsonl"
     with ResultFile(path, common, write=jax.process_index() == 0) as results:
         model = SpecPrefill.from_pretrained(

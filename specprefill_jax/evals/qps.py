@@ -339,7 +339,14 @@ class Bench:
         if alone > self.timeout(mode):
             self.console.print(f"[yellow]{mode.name}: one request alone takes {alone:.2f} s: no rate can hold[/yellow]")
             return Search(None, None, ())
-        return search_rate(self.args.start_rate or 1 / alone, holds, precision=self.args.precision)
+        # Faster than in the time that one takes, all of them come at once: no higher rate is another one.
+        start = self.args.start_rate or 1 / alone
+        most = max(start, self.args.requests / alone)
+        found = search_rate(start, holds, precision=self.args.precision, most=most)
+        if found.failed is None:
+            said = f"{mode.name}: {self.args.requests} requests at once are answered in time: too few to find a rate"
+            self.console.print(f"[yellow]{said}[/yellow]")
+        return found
 
 
 def compare(args: QpsArgs, bench: Bench, found: Sequence[tuple[Mode, Search]]) -> list[dict[str, Any]]:

@@ -141,26 +141,34 @@ def try_rates(rates: Sequence[float], holds: Callable[[float], bool]) -> Search:
 
 
 def search_rate(
-    start: float, holds: Callable[[float], bool], *, precision: float = 0.05, factor: float = 2.0, most_trials: int = 16
+    start: float,
+    holds: Callable[[float], bool],
+    *,
+    precision: float = 0.05,
+    factor: float = 2.0,
+    most_trials: int = 16,
+    most: float = math.inf,
 ) -> Search:
     """The highest rate that holds: steps by `factor` from `start` until one holds and one does not, then halving.
 
     Halving is of ratios, and ends when the rate that failed is at most 1 + precision times the one that held, or when
-    `most_trials` rates have been tried. It is given up when none of the first five holds. A rate is never tried twice,
-    nor one above a rate that failed.
+    `most_trials` rates have been tried, or when `most` holds. It is given up when none of the first five holds. A rate
+    is never tried twice, nor one above a rate that failed, or above `most`.
     """
     check_real("start", start, "a finite number above 0", lambda x: x > 0)
     check_real("precision", precision, "a finite number above 0", lambda x: x > 0)
     check_real("factor", factor, "a finite number above 1", lambda x: x > 1)
     check_integer("most_trials", most_trials, 1)
+    if not most >= start:
+        raise argument_error("most", most, f"at least start, {start}")
     best: float | None = None
     failed: float | None = None
     trials: list[tuple[float, bool]] = []
-    while len(trials) < most_trials and not (best and failed and failed <= best * (1 + precision)):
+    while len(trials) < most_trials and not (best and (best >= most or (failed and failed <= best * (1 + precision)))):
         if best and failed:
             rate = math.sqrt(best * failed)
         elif best:
-            rate = best * factor
+            rate = min(best * factor, most)
         else:
             rate = failed / factor if failed else start
         ok = holds(rate)

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from specprefill_jax.errors import SpecPrefillError, argument_error
-from specprefill_jax.evals import recall
+from specprefill_jax.evals import paper, recall
 from specprefill_jax.evals.compressibility import TOLERANCE, Curve, curves, kinds_table
 from specprefill_jax.evals.document import Block, Figure, Heading, Table, Text
+from specprefill_jax.evals.latency_plot import latency_svg
 from specprefill_jax.evals.results import read_rows
 from specprefill_jax.evals.score_plot import score_svg
 from specprefill_jax.evals.speedup_plot import speedup_svg
@@ -39,6 +40,11 @@ FIRST_TOKENS = (
     "the ideal, one over the share that is read."
 )
 
+RATES = (
+    "Requests a second; a rate fails when more requests than are allowed are not answered in time. What FLOPs allow "
+    "counts no look-ahead."
+)
+
 
 @dataclass
 class Results:
@@ -50,6 +56,8 @@ class Results:
     """Rows of recall, by benchmark."""
     first_tokens: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     """What scripts/eval_ttft.py wrote, by the file's name without its ending."""
+    rates: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What scripts/bench_qps.py wrote, likewise."""
 
 
 def read(folder: Path) -> Results:
@@ -62,8 +70,10 @@ def read(folder: Path) -> Results:
             raise SpecPrefillError(f"{file}: not JSON: {error}") from error
         if isinstance(found, dict) and isinstance(found.get("ttft"), list):
             results.first_tokens[file.stem] = found
+        elif isinstance(found, dict) and isinstance(found.get("max_rates"), list):
+            results.rates[file.stem] = found
     files = sorted(folder.glob("*.jsonl"))
-    if not files and not results.first_tokens:
+    if not (files or results.first_tokens or results.rates):
         raise argument_error("results", str(folder), "a folder with files of rows (*.jsonl) or times (*.json)")
     for file in files:
         for row in read_rows(file):
@@ -118,23 +128,32 @@ def overview(rows: Sequence[Row], settings: Sequence[str], seed: int) -> Table:
     return Table(head, lines)
 
 
-def figures(results: Results, seed: int) -> dict[str, str]:
-    """The figures as SVG, by name: scores and recall of each benchmark, speed-ups."""
+def figures(results: Results, seed: int, with_paper: bool = False) -> dict[str, str]:
+    """The figures as SVG, by name: scores and recall of each benchmark, speed-ups, latencies over rates.
+
+    `with_paper`: the paper's own numbers are in those that have the same axes.
+    """
     found = {}
     for benchmark, rows in results.answers.items():
-        found[benchmark] = score_svg(rows, f"{benchmark}: mean score over the share of tokens read", seed)
+        reference = paper.SCORES.get(benchmark, ()) if with_paper else ()
+        heading = f"{benchmark}: mean score over the share of tokens read"
+        found[benchmark] = score_svg(rows, heading, seed, reference, paper.PAIR)
     for benchmark, recalls in results.recalls.items():
         heading = f"{benchmark}: share of the oracle's chunks that are read"
         rows = [*_measured(recalls, lambda row: row["recall"]), *_by_chance(recalls)]
         found[f"{benchmark}_recall"] = score_svg(rows, heading, seed)
     for name, times in results.first_tokens.items():
-        found[name] = speedup_svg(times["ttft"], times["main"])
+        found[name] = speedup_svg(times["ttft"], times["main"], paper.FIRST_TOKEN if with_paper else None)
+    for name, measured in results.rates.items():
+        settings = measured["settings"]
+        heading = f"{settings['protocol'].capitalize()} arrivals, {settings['requests']} requests a run."
+        found[name] = latency_svg(measured["runs"], "e2e", heading)
     return found
 
 
-def report(results: Results, seed: int) -> list[Block]:
-    """The report, figures among the tables."""
-    drawn = figures(results, seed)
+def report(results: Results, seed: int, with_paper: bool = False) -> list[Block]:
+    """The report, figures (see there) among the tables."""
+    drawn = figures(results, seed, with_paper)
     blocks: list[Block] = [Heading(1, "Results"), Text(INTRODUCTION)]
     for benchmark, rows in results.answers.items():
         blocks += [*_answers(benchmark, rows, drawn[benchmark], seed), *_kinds(curves(rows))]
@@ -143,6 +162,9 @@ def report(results: Results, seed: int) -> list[Block]:
     for name, times in results.first_tokens.items():
         heading = Heading(2, f"{name}: times to first token, {times['main']} by {times['speculator']}")
         blocks += [heading, Text(FIRST_TOKENS), _first_tokens(times["ttft"]), Figure(drawn[name])]
+    for name, measured in results.rates.items():
+        heading = Heading(2, f"{name}: requests a second, {measured['server']['model']['id']}")
+        blocks += [heading, Text(RATES), _rates(measured["max_rates"]), Figure(drawn[name])]
     return blocks
 
 
@@ -202,6 +224,22 @@ def _first_tokens(rows: Sequence[Mapping[str, Any]]) -> Table:
         lines.append([*known, *("-" if gain is None else f"{gain:.2f}x" for gain in gains)])
     head = ["prompts x tokens", "setting", "tokens read", "time", "speed-up", "FLOPs allow", "ideal"]
     return Table(head, lines)
+
+
+def _rates(rows: Sequence[Mapping[str, Any]]) -> Table:
+    def of(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    lines = [
+        [
+            row["mode"],
+            of(row["max_rate"], ".3g"),
+            of(row["failed_rate"], ".3g"),
+            *(of(row[name], ".2f") for name in ("speedup", "ceiling", "share_of_ceiling")),
+        ]
+        for row in rows
+    ]
+    return Table(["read", "highest rate that holds", "fails at", "x dense", "FLOPs allow", "share of it"], lines)
 
 
 def _measured(recalls: Sequence[Mapping[str, Any]], value: Callable[[Mapping[str, Any]], float | None]) -> list[Row]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from specprefill_jax.config import SamplingParams, SpecPrefillConfig
 from specprefill_jax.errors import SpecPrefillError
-from specprefill_jax.evals.baselines import Request, choose
+from specprefill_jax.evals.baselines import Embedder, Request, choose
 from specprefill_jax.evals.results import ResultFile
 from specprefill_jax.evals.samples import Sample, prompt_ids
 from specprefill_jax.evals.settings import Setting
@@ -106,16 +106,23 @@ def _groups(settings: Sequence[Setting]) -> list[list[Setting]]:
 
 
 def answers(
-    model: SpecPrefill, sample: Sample, groups: Sequence[Sequence[Setting]], seed: int
+    model: SpecPrefill,
+    sample: Sample,
+    groups: Sequence[Sequence[Setting]],
+    seed: int,
+    embedder: Embedder | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of answers and their scores; only the settings' own work is done when a row is asked for."""
+    """Rows of answers and their scores; only the settings' own work is done when a row is asked for.
+
+    `embedder`: of the baseline that embeds sentences, if it is among the settings.
+    """
     ids = prompt_ids(sample, model.tokenizer)
     common = common_fields(sample, ids, seed)
     for group in groups:
         started = time.perf_counter()
         try:
             _check_room(model, ids, sample.max_tokens, group[0])
-            found = selections(model, ids, sample.question, group, seed)
+            found = selections(model, ids, sample.question, group, seed, embedder)
         except SpecPrefillError as error:
             for setting in group:
                 yield {**common, **_unread(setting, error)}
@@ -123,7 +130,10 @@ def answers(
         seconds = time.perf_counter() - started
         for setting, selection in zip(group, found, strict=True):
             try:
-                yield {**common, **_answered(model, ids, sample, setting, selection, seconds)}
+                row = _answered(model, ids, sample, setting, selection, seconds)
+                if embedder is not None and setting.method == "embedding_sentences":
+                    row["embedding_model"] = embedder.model
+                yield {**common, **row}
             except SpecPrefillError as error:
                 yield {**common, **_unread(setting, error)}
 
@@ -156,7 +166,12 @@ def _check_room(model: SpecPrefill, ids: np.ndarray, max_tokens: int, setting: S
 
 
 def selections(
-    model: SpecPrefill, ids: np.ndarray, question: str, group: Sequence[Setting], seed: int
+    model: SpecPrefill,
+    ids: np.ndarray,
+    question: str,
+    group: Sequence[Setting],
+    seed: int,
+    embedder: Embedder | None = None,
 ) -> list[Selection]:
     """What is read of a prompt in each of several settings that a speculator chooses for, or in one of another kind.
 
@@ -166,6 +181,7 @@ def selections(
         question: see `Sample.question`.
         group: the settings; one, or several with a `config`.
         seed: of what is drawn.
+        embedder: of the baseline that embeds sentences.
 
     Raises:
         SpecPrefillError: the speculator failed.
@@ -177,7 +193,7 @@ def selections(
     if first.method == "dense":
         return [Selection.whole(len(ids), Reason.DISABLED)]
     assert first.keep_rate != "auto"  # no baseline has it
-    return [choose(first.method, Request(ids, first.keep_rate, question, model.tokenizer, seed))]
+    return [choose(first.method, Request(ids, first.keep_rate, question, model.tokenizer, seed, embedder))]
 
 
 def _answered(

@@ -1,15 +1,18 @@
 """Baselines: what they keep, how much of it, and BM25 by hand."""
 
 import math
+import sys
+from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from agreement import prompt_of
 from small_tokenizers import byte_level
 
-from specprefill_jax.errors import ArgumentError
-from specprefill_jax.evals.baselines import BASELINES, Request, _Text, choose
+from specprefill_jax.errors import ArgumentError, SpecPrefillError
+from specprefill_jax.evals.baselines import BASELINES, Embedder, Request, _Text, choose, sentence_embedder
 from specprefill_jax.evals.bm25 import bm25
 from specprefill_jax.tokens import Tokenizer
 
@@ -25,7 +28,7 @@ def kept(name, **options) -> list[int]:
     return choose(name, Request(**{"ids": IDS, "keep_rate": 0.3, **options})).kept_indices.tolist()
 
 
-@pytest.mark.parametrize("name", BASELINES)
+@pytest.mark.parametrize("name", [name for name in BASELINES if name != "embedding_sentences"])
 @pytest.mark.parametrize(("rate", "chunks"), [(0.01, 1), (0.1, 4), (0.3, 10), (0.5, 16), (1.0, 32)])
 def test_all_keep_as_much(name, rate, chunks):
     indices = kept(name, keep_rate=rate)
@@ -104,6 +107,70 @@ def test_without_a_tokenizer_ids_are_words():
     ids[100:104] = ids[-4:]  # what the tail holds stands in chunk 3, too
     for name in ("bm25_chunks", "bm25_sentences"):
         assert set(range(96, 128)) <= set(choose(name, Request(ids, 0.4)).kept_indices.tolist())
+
+
+def letters(texts) -> np.ndarray:
+    """An embedding by how often each letter is there."""
+    counts = np.array(
+        [[text.lower().count(letter) for letter in "abcdefghijklmnopqrstuvwxyz"] for text in texts], float
+    )
+    return counts / np.maximum(np.linalg.norm(counts, axis=1, keepdims=True), 1e-9)
+
+
+def test_sentences_near_the_question_s_embedding(tokenizer):
+    """They are what BM25 would keep in its place, to as many tokens; without a question the tail asks."""
+    asked = []
+
+    def embed(texts):
+        asked.append(texts)
+        return letters(texts)
+
+    ids = np.asarray(tokenizer.encode(TEXT + TAIL), np.int32)
+    needle = "The keeper hid a copper key below the old mill! "
+    request = Request(ids, 0.35, needle.strip(), tokenizer, embedder=Embedder("letters", embed))
+    indices = choose("embedding_sentences", request).kept_indices
+    assert len(indices) == len(choose("bm25_sentences", request).kept_indices)
+    assert needle in tokenizer.decode(ids[indices])
+    *sentences, question = asked[0]
+    assert "".join(sentences) == TEXT + TAIL
+    assert question == needle.strip()
+    choose("embedding_sentences", replace(request, question=""))
+    assert asked[1][-1] == tokenizer.decode(ids[-64:])
+
+
+def test_embeddings_want_an_embedder_and_text(tokenizer):
+    embedder = Embedder("letters", letters)
+    for given in ({"embedder": embedder}, {"tokenizer": tokenizer}):
+        with pytest.raises(ArgumentError, match="embedder must be given, together with a tokenizer"):
+            choose("embedding_sentences", Request(IDS, 0.3, **given))
+
+
+def test_a_model_of_sentence_transformers(monkeypatch, tmp_path):
+    """Loaded without code of its own; the embeddings are of length 1; what it cannot load is told."""
+    loaded = []
+
+    class Encoder:
+        def __init__(self, model, *, trust_remote_code, model_kwargs):
+            assert not trust_remote_code
+            assert model_kwargs == {"use_safetensors": True}
+            if model == "none":
+                raise OSError("not there")
+            loaded.append(model)
+
+        def encode(self, texts, *, normalize_embeddings, show_progress_bar):
+            assert normalize_embeddings
+            assert not show_progress_bar
+            return letters(texts)
+
+    monkeypatch.setitem(sys.modules, "sentence_transformers", SimpleNamespace(SentenceTransformer=Encoder))
+    embedder = sentence_embedder("small")
+    assert (loaded, embedder.model) == (["small"], "small")
+    np.testing.assert_allclose(embedder.embed(("ab", "c")), letters(["ab", "c"]), rtol=1e-6)
+    with pytest.raises(SpecPrefillError, match="none is no model of sentence-transformers: not there"):
+        sentence_embedder("none")
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    with pytest.raises(SpecPrefillError, match=r"install the extra `embedding`"):
+        sentence_embedder("small")
 
 
 def test_refusals():

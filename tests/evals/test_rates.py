@@ -138,7 +138,18 @@ def test_search_without_a_limit():
     assert (found.best, found.failed) == (8.0, None)
 
 
-@pytest.mark.parametrize("wrong", [{"start": 0.0}, {"precision": 0.0}, {"factor": 1.0}, {"most_trials": 0}])
+def test_search_up_to_a_limit():
+    found = rates.search_rate(1.0, lambda rate: True, most=3.0)
+    assert found == rates.Search(3.0, None, ((1.0, True), (2.0, True), (3.0, True)))
+    found = rates.search_rate(1.0, lambda rate: rate < 2.5, most=3.0, precision=0.1)
+    assert [rate for rate, _ in found.trials[:3]] == [1.0, 2.0, 3.0]
+    assert 2.2 < found.best < 2.5 <= found.failed
+    assert rates.search_rate(1.0, lambda rate: True, most=1.0).trials == ((1.0, True),)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"start": 0.0}, {"precision": 0.0}, {"factor": 1.0}, {"most_trials": 0}, {"most": 0.5}]
+)
 def test_bad_searches(wrong):
     with pytest.raises(ArgumentError, match=f"{next(iter(wrong))}=.* is not allowed"):
         rates.search_rate(**{"start": 1.0, "holds": lambda rate: True, **wrong})

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from html.parser import HTMLParser
 
 import pytest
@@ -163,6 +164,47 @@ def test_times_to_first_token(tmp_path):
     (tmp_path / "ttft.json").write_text("{")
     with pytest.raises(SpecPrefillError, match=r"ttft.json: not JSON"):
         read(tmp_path)
+
+
+def test_rates_of_requests(tmp_path):
+    runs = [
+        {"mode": "dense", "rate": 1.0, "holds": True, "e2e": {"p50": 2.0, "p95": 3.0}},
+        {"mode": "keep 0.1", "rate": 4.0, "holds": False, "e2e": None},
+    ]
+    best = {"mode": "dense", "max_rate": 1.0, "failed_rate": 1.0512, "speedup": None, "ceiling": None}
+    maxima = [best | {"share_of_ceiling": None}, {**best, "mode": "keep 0.1", "max_rate": None, "speedup": 2.5}]
+    maxima[1] |= {"ceiling": 3.125, "share_of_ceiling": 0.8}
+    about = {"settings": {"protocol": "constant", "requests": 128}, "server": {"model": {"id": "big"}}}
+    (tmp_path / "multi_doc.json").write_text(json.dumps({**about, "max_rates": maxima, "runs": runs}))
+    results = read(tmp_path)
+    text = to_markdown(report(results, 0))
+    assert "## multi_doc: requests a second, big" in text
+    assert "| dense | 1 | 1.05 | - | - | - |" in text
+    assert "| keep 0.1 | - | 1.05 | 2.50 | 3.12 | 0.80 |" in text
+    drawn = figures(results, 0)["multi_doc"]
+    assert "Constant arrivals, 128 requests a run." in drawn
+    assert "dense: up to 1 a second, 2 s there." in drawn
+
+
+def test_the_papers_numbers_are_drawn_where_they_are_asked_for():
+    rows = [row("dense", "a", 0.4, method="dense", benchmark=name) for name in ("longbench", "made")]
+    rows.append(row("p1", "a", 0.5, 0.1, benchmark="longbench"))
+    times = {"prompts": 2, "tokens": 64, "setting": "p1", "keep_rate": 0.1, "speedup": 2.0, "flop_ceiling": 3.0}
+    results = Results({"longbench": rows[::2], "made": rows[1:2]}, {}, {"ttft": {"main": "big", "ttft": [times]}})
+    plain, drawn = figures(results, 0), figures(results, 0, with_paper=True)
+    assert plain["made"] == drawn["made"]
+    assert "paper" not in plain["longbench"] + plain["ttft"]
+    assert "paper, 70B by 8B: 52.74 at 0.1, 53.92 at 0.3" in drawn["longbench"]
+    assert "paper, 405B: 7.66 at 0.1." in drawn["ttft"]
+    Page(drawn["longbench"])
+    text = drawn["longbench"]
+    frame = re.search(r'id="inside"><rect x="(\d+)" y="(\d+)" width="(\d+)" height="(\d+)"', text)
+    left, top, width, height = map(int, frame.groups())
+    [line] = re.findall(r'class="ideal" points="([^"]+)"', text)
+    for point in line.split():
+        at, up = map(float, point.split(","))
+        assert left <= at <= left + width
+        assert top <= up <= top + height
 
 
 class Page(HTMLParser):

@@ -182,6 +182,18 @@ def test_a_request_that_takes_too_long_alone(monkeypatch, tmp_path, capsys):
     assert "dense: one request alone takes 1." in capsys.readouterr().err
 
 
+def test_too_few_requests_to_find_a_rate(monkeypatch, tmp_path, capsys):
+    """All at once they are answered in time: that is said, and no higher rate is tried."""
+    simulate(monkeypatch, service)
+    found = measure(tmp_path, timeout=1000.0, requests=4)
+    for row in found["max_rates"]:
+        runs = [run for run in found["runs"] if run["mode"] == row["mode"]]
+        assert all(run["holds"] for run in runs)
+        assert row["max_rate"] == pytest.approx(4 * runs[0]["rate"])
+        assert row["failed_rate"] is None
+    assert capsys.readouterr().err.count("4 requests at once are answered in time: too few to find a rate") == 2
+
+
 def test_a_timeout_by_what_one_takes_alone(monkeypatch, tmp_path):
     """Sparse is five times as quick: with equal factors its rate is five times as high, however few the requests."""
     simulate(monkeypatch, service)

@@ -4,6 +4,7 @@ import json
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from answering import Answering
 from ruler_files import write_essays, write_questions
@@ -12,6 +13,7 @@ from small_tokenizers import byte_level
 
 from specprefill_jax import SpecPrefill
 from specprefill_jax.evals import command
+from specprefill_jax.evals.baselines import Embedder
 from specprefill_jax.evals.document import to_markdown
 from specprefill_jax.evals.report import Results, report
 from specprefill_jax.evals.results import read_rows
@@ -107,11 +109,24 @@ def test_longbench_to_report(model, files, tmp_path, capsys):
         (["--benchmark-dir", "nowhere"], "a folder with dataset2prompt.json"),
         (["--max-length", "1"], "max_length=1 is not allowed"),
         (["--keep-rates", "1.5"], "setting='p15_full_lah8' is not allowed"),
+        (["--methods", "embedding_sentences"], "embedding_model=None is not allowed"),
     ],
 )
 def test_wrong_flags(model, files, flags, message, capsys):
     assert load_script("eval_longbench").main([*files, *flags]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_rows_say_whose_embeddings_chose(model, files, tmp_path, monkeypatch):
+    """Added to what other methods were asked before."""
+    embedder = Embedder("some/model", lambda texts: np.eye(len(texts)))
+    monkeypatch.setattr(command, "sentence_embedder", {"some/model": embedder}.__getitem__)
+    assert load_script("eval_longbench").main([*files, "--settings", "random_p3"]) == 0
+    flags = ["--settings", "random_p3", "embedding_sentences_p3", "--embedding-model", "some/model"]
+    assert load_script("eval_longbench").main([*files, *flags]) == 0
+    rows = list(read_rows(tmp_path / "out" / "longbench.jsonl"))
+    assert [row["setting"] for row in rows] == ["random_p3"] * 6 + ["embedding_sentences_p3"] * 6
+    assert [row.get("embedding_model") for row in rows] == [None] * 6 + ["some/model"] * 6
 
 
 @pytest.fixture
