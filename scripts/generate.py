@@ -70,6 +70,9 @@ class Options:
     speculator_layers: int | None = None
     """Use only the speculator's first layers."""
 
+    card: str | None = None
+    """A pair card, which says what of the speculator scores: a file, or auto for the one in its folder or built in."""
+
     dtype: str = "float32"
     """float32, bfloat16 or float16."""
 
@@ -270,6 +273,7 @@ def load(options: Options, say: Callable[[str], None]) -> Any:
         dtype=options.dtype,
         mesh=None if options.devices is None else make_mesh(options.devices),
         speculator_layers=None if options.dense else options.speculator_layers,
+        card=None if options.dense else options.card,
     )
     say(f"  took {seconds(time.perf_counter() - start)}")
     return model

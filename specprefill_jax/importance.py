@@ -13,9 +13,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from specprefill_jax.kernels.importance import pooled_maxima
+
+Heads = tuple[tuple[int, int], ...]
+"""(layer, query head) pairs of a model, both from 0."""
 
 
 def token_importance(
@@ -27,6 +31,7 @@ def token_importance(
     size: int,
     pool_width: int,
     window: bool = False,
+    heads: Heads = (),
     backend: str | None = None,
     mesh: Mesh | None = None,
 ) -> jax.Array:
@@ -43,6 +48,7 @@ def token_importance(
         pool_width: odd, or 0 for no pooling (static).
         window: the queries are of the prompt's last Q tokens, of which the last num_queries[b] count, with weights 1,
             2, ... (static).
+        heads: the maximum is over these (layer, query head) alone; empty: over all (static).
         backend: implementation of the kernel, see `kernels.importance.pooled_maxima` (static).
         mesh: devices among which the heads are split (static).
 
@@ -50,6 +56,11 @@ def token_importance(
         float32 [B, size]; zero from M on.
     """
     count = queries.shape[2]
+    if heads:
+        keys, queries = only(keys, queries, heads)
+        if mesh is not None and mesh.size > 1:
+            # So few are not worth splitting, and the kernels run on one device or on a mesh they are split over.
+            backend, mesh = "reference", None
     maxima = partial(
         pooled_maxima, keys, queries, num_tokens, size=size, pool_width=pool_width, backend=backend, mesh=mesh
     )
@@ -62,6 +73,29 @@ def token_importance(
     counted = (jnp.arange(count) < num_queries[:, None])[:, :, None]
     # [B, Q, size] -> [B, size]
     return jnp.where(counted, maxima(), 0).sum(axis=1) / num_queries[:, None]
+
+
+def only(keys: jax.Array, queries: jax.Array, heads: Heads) -> tuple[jax.Array, jax.Array]:
+    """The keys and queries of some heads, as of a model that has no others.
+
+    Args:
+        keys: [L, B, K, S, H].
+        queries: [L, B, Q, N, H].
+        heads: (layer, query head) pairs, sorted, at least one.
+
+    Returns:
+        [P, B, 1, S, H] and [P, B, Q, G, H]: a layer for each of the P key heads that they share, with as many query
+        heads as the most of them have. Where one has fewer, its first stands in: a maximum is the same.
+    """
+    group = queries.shape[3] // keys.shape[2]
+    by_key: dict[tuple[int, int], list[int]] = {}
+    for layer, head in heads:
+        by_key.setdefault((layer, head // group), []).append(head)
+    most = max(map(len, by_key.values()))
+    layers, key_heads = (np.array(numbers) for numbers in zip(*by_key, strict=True))
+    filled = np.array([own + own[:1] * (most - len(own)) for own in by_key.values()])
+    # numpy's rule: what two lists of indices choose comes first.
+    return keys[layers, :, key_heads][:, :, None], jnp.moveaxis(queries[layers[:, None], :, :, filled], 1, 3)
 
 
 @partial(jax.jit, static_argnames="chunk_size")

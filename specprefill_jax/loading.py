@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from specprefill_jax.cards import PairCard
 from specprefill_jax.compilation import use_compilation_cache
 from specprefill_jax.config import check_integer
 from specprefill_jax.models.checkpoint import Checkpoint, open_checkpoint
@@ -34,6 +35,7 @@ def load_pair(
     *,
     speculator_mesh: Mesh | None,
     speculator_layers: int | None,
+    card: PairCard | None = None,
 ) -> Pair:
     """Open both, check that they fit, and only then read what is large; see `SpecPrefill.from_pretrained`."""
     mesh, speculator_mesh = (None if given is None else check_mesh(given) for given in (mesh, speculator_mesh))
@@ -41,6 +43,10 @@ def load_pair(
     shared = os.fspath(main) == os.fspath(speculator)
     draft = opened if shared else open_checkpoint(speculator)
     layers = draft.config.num_layers
+    if card is not None:
+        card.check_speculator(draft.config)
+        if speculator_layers is None:
+            speculator_layers = card.speculator_layers
     if speculator_layers is not None:
         allowed = f"None or an integer from 1 to the speculator's {layers}"
         speculator_layers = check_integer("speculator_layers", speculator_layers, 1, layers, allowed)

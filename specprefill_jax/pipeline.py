@@ -13,10 +13,12 @@ from jax.sharding import Mesh
 
 from specprefill_jax import costs
 from specprefill_jax.cache import capacity_for
+from specprefill_jax.cards import PairCard, find_card, read_card
 from specprefill_jax.chat_prompt import Spans, encode_chat
 from specprefill_jax.config import SamplingParams, SpecPrefillConfig, check_integer
 from specprefill_jax.decode import Decoder, TokenLogprobs
 from specprefill_jax.errors import ArgumentError, SpecPrefillError, argument_error
+from specprefill_jax.importance import Heads
 from specprefill_jax.kernels.backend import choose_backend
 from specprefill_jax.loading import load_pair
 from specprefill_jax.models.loaded import LoadedLlama, Step
@@ -55,12 +57,14 @@ class SpecPrefill:
         default_look_ahead: int = 8,
         machine: costs.Machine | None = None,
         kernels: str | None = None,
+        card: PairCard | None = None,
     ):
         """Combine two loaded models that share a vocabulary; see `from_pretrained` for the usual way."""
         self.main = main
         self.tokenizer = tokenizer
         self.prefill_chunk = prefill_chunk
         self.default_look_ahead = default_look_ahead
+        self.card = card
         self.kernels = choose_backend(kernels, speculator.mesh)
         self.speculator = Speculator(speculator, prefill_chunk)
         self.predictor = Predictor(main, speculator, machine, prefill_chunk)
@@ -79,6 +83,7 @@ class SpecPrefill:
         speculator_layers: int | None = None,
         prefill_chunk: int | None = None,
         kernels: str | None = None,
+        card: PairCard | str | os.PathLike[str] | None = None,
     ) -> Self:
         """Load a pair of models.
 
@@ -94,6 +99,9 @@ class SpecPrefill:
             prefill_chunk: tokens a forward pass reads at most (default 1,024).
             kernels: what scores and chooses: "reference" (plain JAX), "triton" (GPU), "mosaic_tpu" (TPU), or the latter
                 two with "_interpret" (any machine, for tests). None: the one for the platform.
+            card: what calibration has found for the pair: a file, or "auto" for the one in the speculator's folder or
+                of a built-in pair. It says how many layers of the speculator are run (unless `speculator_layers`
+                does), and settings that hold wherever a config leaves its own at their defaults. None: no card.
 
         Raises:
             ArgumentError: a bad argument.
@@ -103,8 +111,16 @@ class SpecPrefill:
         choose_backend(kernels)  # before any file is read
         chunk = DEFAULT_CHUNK if prefill_chunk is None else prefill_chunk
         chunk = check_integer("prefill_chunk", chunk, 1, allowed="None or an integer of at least 1")
+        if card is not None and not isinstance(card, PairCard):
+            card = find_card(main, speculator) if card == "auto" else read_card(card)
         pair = load_pair(
-            main, speculator, dtype, mesh, speculator_mesh=speculator_mesh, speculator_layers=speculator_layers
+            main,
+            speculator,
+            dtype,
+            mesh,
+            speculator_mesh=speculator_mesh,
+            speculator_layers=speculator_layers,
+            card=card,
         )
         return cls(
             pair.main,
@@ -113,7 +129,13 @@ class SpecPrefill:
             prefill_chunk=chunk,
             default_look_ahead=pair.look_ahead,
             kernels=kernels,
+            card=card,
         )
+
+    def settle(self, config: SpecPrefillConfig | None) -> SpecPrefillConfig:
+        """A config, None for the defaults, with what the card says; ArgumentError where they do not go together."""
+        config = config or SpecPrefillConfig()
+        return config if self.card is None else self.card.settle(config)
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -148,7 +170,7 @@ class SpecPrefill:
             SpecPrefillError: in paper mode, a speculator that failed.
         """
         ids, spans = self._encode(prompt)
-        return self._selected(ids, spans, config or SpecPrefillConfig(), None)
+        return self._selected(ids, spans, self.settle(config), None)
 
     def select_many(self, prompt: Prompt, configs: Sequence[SpecPrefillConfig]) -> list[Selection]:
         """What `select` chooses with each of several configs, from as few speculations as that takes.
@@ -160,6 +182,7 @@ class SpecPrefill:
             ArgumentError, SpecPrefillError: see `select`.
         """
         ids, spans = self._encode(prompt)
+        configs = [self.settle(config) for config in configs]
         look_ahead = max((config.look_ahead or self.default_look_ahead for config in configs), default=1)
         aheads: dict[tuple[tuple[int, ...], int], LookAhead] = {}
 
@@ -250,7 +273,7 @@ class SpecPrefill:
         """
         clock = PhaseClock()
         sampling = sampling or SamplingParams()
-        config = config or SpecPrefillConfig()
+        config = self.settle(config)
         check_integer("draft_tokens", draft_tokens, 0, MAX_DRAFT_TOKENS)
         ids, spans = self._encode(prompt)
         if len(ids) >= self.max_prompt_tokens:
@@ -271,7 +294,7 @@ class SpecPrefill:
 
         Programs depend on the room for the answer and on what is sampled, so give the settings that will be used.
         """
-        config = config or SpecPrefillConfig()
+        config = self.settle(config)
         sampling = replace(sampling or SamplingParams(), ignore_eos=True, stop=(), stop_token_ids=())
         ids = np.zeros(num_tokens, np.int32)
         self._checked(ids)
@@ -431,6 +454,7 @@ class SpecPrefill:
                 marks.clock.phase("main_prefill")
             return Selection(planned)
         self.look_ahead_ends(config)  # refused before anything is read
+        self.check_heads(config)
         try:
             return self._score(ids, planned, config, marks, drafts, read)
         except Exception as error:
@@ -487,6 +511,7 @@ class SpecPrefill:
             chunk_size=chunk_size,
             kept_size=padded(planned.max_kept_tokens, self.prefill_chunk),
             window=window > 0,
+            heads=self.check_heads(config),
             backend=self.kernels,
             mesh=self.speculator.model.mesh,
         )
@@ -554,6 +579,17 @@ class SpecPrefill:
     def _failed(self, ids: np.ndarray, config: SpecPrefillConfig, error: Exception) -> Selection:
         detail = f"{type(error).__name__}: {error}"
         return Selection.whole(len(ids), Reason.SPECULATOR_FAILED, chunk_size=config.chunk_size, detail=detail)
+
+    def check_heads(self, config: SpecPrefillConfig) -> Heads:
+        """The heads that score, as the speculator's cache has them; ArgumentError for one that it does not have."""
+        model = self.speculator.model
+        copies = model.layout.num_heads // model.config.num_heads
+        layers, heads = model.config.num_layers, model.config.num_heads
+        for layer, head in config.scoring_heads:
+            if layer >= layers or head >= heads:
+                allowed = f"pairs of a layer below the speculator's {layers} and a head below its {heads}"
+                raise argument_error("scoring_heads", (layer, head), allowed)
+        return tuple((layer, head * copies) for layer, head in config.scoring_heads)
 
     def look_ahead_ends(self, config: SpecPrefillConfig) -> tuple[int, ...]:
         """Ids that end the look-ahead. They say nothing of where the answer ends: that is the main model's own."""

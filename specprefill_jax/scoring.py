@@ -8,12 +8,14 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from specprefill_jax.importance import chunk_scores, token_importance
+from specprefill_jax.importance import Heads, chunk_scores, token_importance
 from specprefill_jax.kernels.chunk_topk import PADDING, Choice, chunk_topk
 from specprefill_jax.speculator import LookAhead
 
 
-@partial(jax.jit, static_argnames=("size", "pool_width", "chunk_size", "kept_size", "window", "backend", "mesh"))
+@partial(
+    jax.jit, static_argnames=("size", "pool_width", "chunk_size", "kept_size", "window", "heads", "backend", "mesh")
+)
 def score_and_choose(
     ahead: LookAhead,
     prompt: jax.Array,
@@ -28,11 +30,12 @@ def score_and_choose(
     kept_size: int,
     backend: str,
     window: bool = False,
+    heads: Heads = (),
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array, Choice, jax.Array, jax.Array]:
     """One prompt's importance [size], chunk scores [C], choice, number of queries that count, look-ahead tokens [Q].
 
-    `window`: the queries are of a window, not of a look-ahead (`importance.token_importance`).
+    `window`: the queries are of a window, not of a look-ahead; `heads`: those that score (see `token_importance`).
     """
     importance = token_importance(
         ahead.cache.k,
@@ -42,6 +45,7 @@ def score_and_choose(
         size=size,
         pool_width=pool_width,
         window=window,
+        heads=heads,
         backend=backend,
         mesh=mesh,
     )

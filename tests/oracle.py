@@ -202,6 +202,15 @@ def window_importance(queries: Array, keys: Array, width: int | None, window: in
     return (np.array(per_query) * weights[:, None]).sum(axis=0) / weights.sum()
 
 
+def of_heads(queries: Array, keys: Array, heads: Sequence[tuple[int, int]]) -> tuple[Array, Array]:
+    """Of queries [N, L, H, D] and keys [M, L, K, D] some (layer, head), a layer each: [N, P, 1, D], [M, P, 1, D]."""
+    group = queries.shape[2] // keys.shape[2]
+    return (
+        np.stack([queries[:, layer, head] for layer, head in heads], axis=1)[:, :, None],
+        np.stack([keys[:, layer, head // group] for layer, head in heads], axis=1)[:, :, None],
+    )
+
+
 def chunk_scores(values: Array, size: int) -> Array:
     """Mean of values [M] in each chunk of `size`, from token 0; the last over its real length. [C]."""
     return np.array([values[start : start + size].mean() for start in range(0, len(values), size)])

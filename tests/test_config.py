@@ -93,7 +93,7 @@ def test_defaults():
         "keep_rate": 0.3, "look_ahead": None, "pool_width": 13, "chunk_size": 32, "eos_token_ids": None,
         "mode": "product", "tail_tokens": 64, "forced_spans": (), "min_prompt_tokens": 512, "min_predicted_gain": 1.1,
         "enabled": True, "importance_share": 0.4, "min_keep_rate": 0.05, "max_keep_rate": 0.5, "max_entropy": 0.97,
-        "ttft_budget_ms": None, "query_window": 0,
+        "ttft_budget_ms": None, "query_window": 0, "scoring_heads": (),
     }  # fmt: skip
     assert dataclasses.asdict(SamplingParams()) == {
         "max_tokens": 128, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,
@@ -109,7 +109,23 @@ def test_numpy_scalars_become_the_numbers_they_print_as(rate):
     assert hash(config) == hash(same)
     assert repr(config) == repr(same)
     values = [type(value) for value in dataclasses.astuple(config)]
-    assert values == [float, int, int, int, tuple, str, int, tuple, int, float, bool, *[float] * 4, type(None), int]
+    assert values == [
+        float,
+        int,
+        int,
+        int,
+        tuple,
+        str,
+        int,
+        tuple,
+        int,
+        float,
+        bool,
+        *[float] * 4,
+        type(None),
+        int,
+        tuple,
+    ]
     sampling = SamplingParams(np.int64(3), np.float16(0.1), top_k=np.int8(4), seed=np.uint32(2**32 - 1))
     assert sampling == SamplingParams(3, 0.1, top_k=4, seed=2**32 - 1)
 

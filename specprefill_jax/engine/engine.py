@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specprefill_jax import costs
+from specprefill_jax.cards import PairCard
 from specprefill_jax.config import SpecPrefillConfig, check_integer
 from specprefill_jax.engine.blocks import BlockManager
 from specprefill_jax.engine.loop import Loop
@@ -74,8 +75,8 @@ class Engine:
             pair: the two models.
             config: the engine's limits.
             defaults: how prompts are read unless a request says otherwise; requests may ask for another keep rate,
-                mode, tail and so on, but only for this pool width, chunk size and query window, and for this look-ahead
-                or 1, since everything else would have to be compiled.
+                mode, tail and so on, but only for this pool width, chunk size, query window and scoring heads, and for
+                this look-ahead or 1, since everything else would have to be compiled.
             model_name: what clients call the main model.
             model_root: where it came from; None: its name.
 
@@ -83,7 +84,7 @@ class Engine:
             ArgumentError: limits that the models cannot meet.
         """
         self.config = config = config or EngineConfig()
-        self.defaults = defaults or SpecPrefillConfig()
+        self.defaults = pair.settle(defaults)
         self.model_name, self.model_root = model_name, model_root or model_name
         self.tokenizer: Tokenizer | None = pair.tokenizer
         self._pair = pair
@@ -111,6 +112,7 @@ class Engine:
             num_pages=pages,
             num_draft_pages=draft_pages,
             window=window,
+            heads=pair.check_heads(self.defaults),
             draft_tokens=config.draft_tokens,
         )
         self._step_cost = step_cost(main, draft)
@@ -154,6 +156,7 @@ class Engine:
         speculator_mesh: Mesh | None = None,
         speculator_layers: int | None = None,
         kernels: str | None = None,
+        card: PairCard | str | os.PathLike[str] | None = None,
         config: EngineConfig | None = None,
         defaults: SpecPrefillConfig | None = None,
         model_name: str | None = None,
@@ -162,7 +165,7 @@ class Engine:
         """Load a pair of models and compile everything; `start` then begins to serve.
 
         Args:
-            main, speculator, dtype, mesh, speculator_mesh, speculator_layers, kernels: see
+            main, speculator, dtype, mesh, speculator_mesh, speculator_layers, kernels, card: see
                 `SpecPrefill.from_pretrained`.
             config: the engine's limits.
             defaults: how prompts are read unless a request says otherwise.
@@ -179,6 +182,7 @@ class Engine:
             speculator_mesh=speculator_mesh,
             speculator_layers=speculator_layers,
             kernels=kernels,
+            card=card,
         )
         _ = pair.predictor.rates  # measured before anything runs beside it, for the requests with a `ttft_budget_ms`
         report("load", 1, 1)
@@ -308,6 +312,7 @@ class Engine:
 
     def _work(self, request: Request, on_event: OnEvent) -> Work:
         """Check a request; any thread."""
+        request = replace(request, config=self._pair.settle(request.config))
         sampling, config = request.sampling, request.config
         prompt = np.array(self._pair.encode(request.prompt), np.int32)
         tokens = len(prompt)
@@ -318,7 +323,7 @@ class Engine:
             )
         if sampling.stop and self.tokenizer is None:
             raise ArgumentError("stop as text is not allowed: the model has no tokenizer, so give stop_token_ids")
-        for name in ("pool_width", "chunk_size", "query_window"):
+        for name in ("pool_width", "chunk_size", "query_window", "scoring_heads"):
             served = getattr(self.defaults, name)
             if getattr(config, name) != served:
                 raise argument_error(name, getattr(config, name), f"{served}, which this engine was started with")

@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 from specprefill_jax.cache import KVCache
 from specprefill_jax.config import MAX_LOGPROBS
 from specprefill_jax.engine.scheduler import MAX_LOOK_AHEAD_ROWS
+from specprefill_jax.importance import Heads
 from specprefill_jax.models.loaded import LoadedLlama, Step, Weights
 from specprefill_jax.models.paged import PAGE, PagedCache
 from specprefill_jax.planning import Plan, num_chunks
@@ -87,16 +88,18 @@ class Runner:
         num_pages: int,
         num_draft_pages: int,
         window: int = 0,
+        heads: Heads = (),
         draft_tokens: int = 0,
     ):
         """Allocate caches of `num_pages` and `num_draft_pages` pages, page 0 included; see `Engine` for the rest.
 
-        With a `window` prompts are scored by the queries of so many of their last tokens, and nobody looks ahead.
+        With a `window` prompts are scored by the queries of so many of their last tokens, and nobody looks ahead; with
+        `heads`, by these alone.
         """
         self.main, self.speculator = main, speculator
         self.draft = speculator.model
         self.kernels = kernels
-        self.window = window
+        self.window, self.heads = window, heads
         self.max_running = max_running
         self.num_pages, self.num_draft_pages = num_pages, num_draft_pages
         self.width = -(-max_model_len // PAGE)
@@ -222,6 +225,7 @@ class Runner:
             chunk_size=chunk,
             kept_size=size,
             window=self.window > 0,
+            heads=self.heads,
             backend=self.kernels,
             mesh=self.draft.mesh,
         )

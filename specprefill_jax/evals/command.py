@@ -37,6 +37,8 @@ class PairArgs:
     speculator: str = "smollm2-135m"
     """The model that chooses."""
     dtype: str = "bfloat16"
+    card: str | None = None
+    """A pair card for product mode: a file, or auto for the one in the speculator's folder or of a built-in pair."""
     speculator_layers: int | None = None
     """Use only the speculator's first so many layers."""
     out: Path = Path("results")
@@ -103,6 +105,7 @@ def execute(
         "speculator": args.speculator,
         "speculator_layers": args.speculator_layers,
         "dtype": args.dtype,
+        **({"card": args.card} if args.card else {}),
         "seed": args.seed,
         **about,
     }
@@ -111,7 +114,7 @@ def execute(
     path = args.out / f"{benchmark}.jsonl"
     with ResultFile(path, common, write=jax.process_index() == 0) as results:
         model = SpecPrefill.from_pretrained(
-            args.main, args.speculator, args.dtype, speculator_layers=args.speculator_layers
+            args.main, args.speculator, args.dtype, speculator_layers=args.speculator_layers, card=args.card
         )
         found, total = samples(model)
         counts = run(model, found, settings, results, seed=args.seed, versions=_versions(), total=total, rows=rows)

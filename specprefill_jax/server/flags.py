@@ -39,6 +39,10 @@ class ServeFlags:
     kernels: str | None = None
     """What scores and chooses: reference, triton or mosaic_tpu; by default what fits the devices."""
 
+    card: str | None = None
+    """A pair card: a file, or auto for the one in the speculator's folder or of a built-in pair. It says how many of
+    the speculator's layers are run, which heads score and with which queries; flags that are given come first."""
+
     model_name: str | None = None
     """The model's id in requests and answers; by default the last part of --main."""
 
@@ -94,6 +98,7 @@ class ServeFlags:
             config=self.engine,
             defaults=self.config,
             kernels=self.kernels,
+            card=self.card,
             report=report,
         )
         engine.start()

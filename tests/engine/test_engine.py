@@ -196,8 +196,11 @@ def test_each_prompt_keeps_what_its_scores_ask_for(bench, monkeypatch):
 
 
 def test_prompts_that_are_scored_by_their_own_last_tokens(scanned):
-    """The window lies in up to four pieces, or begins in pages that another prompt left; nobody looks ahead."""
-    config = replace(SPARSE, keep_rate=0.8, query_window=140)
+    """The window lies in up to four pieces, or begins in pages that another prompt left; nobody looks ahead.
+
+    Some heads alone score: what one request may not ask for differently from another.
+    """
+    config = replace(SPARSE, keep_rate=0.8, query_window=140, scoring_heads=((0, 1), (2, 0), (2, 3)))
     before = scanned.compiled
     limits = replace(LIMITS, max_running=1, max_model_len=256, cache_tokens=512, draft_tokens=1)
     bench = Bench(make_mesh(1), limits, config)
@@ -212,6 +215,8 @@ def test_prompts_that_are_scored_by_their_own_last_tokens(scanned):
             assert (selection.num_queries, selection.look_ahead_tokens) == (queries, [])
         with pytest.raises(ValueError, match=r"query_window=0 .* 140, which this engine was started with"):
             bench.submit(bench.request(shared, config=SPARSE))
+        with pytest.raises(ValueError, match=r"scoring_heads=\(\) .* which this engine was started with"):
+            bench.submit(bench.request(shared, config=replace(config, scoring_heads=())))
         bench.check_clean()
     finally:
         bench.engine.close()

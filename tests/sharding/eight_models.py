@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from agreement import goldens, load_tiny
 from test_paper_mode import setting_of
 
-from specprefill_jax import SamplingParams
+from specprefill_jax import SamplingParams, SpecPrefillConfig
 from specprefill_jax.sharding.mesh import check_mesh, largest_mesh, make_mesh
 from specprefill_jax.sharding.rules import check_divides, head_copies
 
@@ -86,6 +86,14 @@ def check_meshes():
     sampling = SamplingParams(max_tokens=len(g["tokens"]), temperature=0.0, ignore_eos=True)
     logits = two.prefill(ids, free.select(ids, config))
     assert np.linalg.norm(logits - g["logits"]) <= 1e-3 * np.linalg.norm(g["logits"])
+    # Heads that score alone, of a model whose key head every device has a copy of.
+    some = SpecPrefillConfig(
+        0.5, chunk_size=8, tail_tokens=1, min_prompt_tokens=0, min_predicted_gain=0, scoring_heads=((0, 3), (2, 1))
+    )
+    split, whole = (pair.select(ids, some) for pair in (free, load_tiny(mesh=make_mesh(1))))
+    assert free.check_heads(some) != some.scoring_heads
+    np.testing.assert_allclose(split.importance, whole.importance, rtol=1e-4, atol=1e-7)
+    np.testing.assert_array_equal(split.kept_indices, whole.kept_indices)
     others = make_mesh(jax.devices()[6:])
     apart = load_tiny(mesh=make_mesh(4), speculator_mesh=others)
     assert (apart.main.mesh.size, apart.speculator.model.mesh) == (4, others)
