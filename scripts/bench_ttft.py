@@ -33,6 +33,8 @@ class Args:
     """Prompt lengths in tokens."""
     keep_rates: tuple[float, ...] = (0.1, 0.2, 0.3)
     look_ahead: int = 8
+    card: str | None = None
+    """Read in product mode with this pair card (a file, or auto), in place of paper mode with the look-ahead."""
     decode_tokens: int = 8
     """Tokens decoded after the first, to compare decoding after sparse and dense prefill."""
     rounds: int = 3
@@ -48,16 +50,23 @@ def phases(output: Output) -> dict[str, Any]:
     return {**timings, "decode_per_token": output.timings.decode / max(1, len(output.token_ids) - 1)}
 
 
+def config_at(args: Args, model: SpecPrefill, rate: float) -> SpecPrefillConfig:
+    """How a prompt is read at a keep rate."""
+    if args.card is None:
+        return SpecPrefillConfig.paper(rate, args.look_ahead)
+    return model.settle(SpecPrefillConfig(rate, min_predicted_gain=0.0))
+
+
 def main(args: Args) -> None:
     """Measure, print a table, write JSON."""
     console = Console(stderr=True)
-    model = SpecPrefill.from_pretrained(args.main, args.speculator, args.dtype)
+    model = SpecPrefill.from_pretrained(args.main, args.speculator, args.dtype, card=args.card)
     sampling = SamplingParams(max_tokens=1 + args.decode_tokens, ignore_eos=True)
     dense = SpecPrefillConfig(enabled=False)
     rows = []
     for length in args.lengths:
         ids = np.random.default_rng(length).integers(0, model.main.config.vocab_size, length).tolist()
-        configs = [SpecPrefillConfig.paper(rate, args.look_ahead) for rate in args.keep_rates]
+        configs = [config_at(args, model, rate) for rate in args.keep_rates]
         for config in configs:
             model.warm_up(length, config, sampling)
         runs: list[list[tuple[dict, dict, Machine, int]]] = [[] for _ in configs]
@@ -71,7 +80,8 @@ def main(args: Args) -> None:
         for config, done in zip(configs, runs, strict=True):
             rows.append(row(model, length, config, done))
             console.log({key: value for key, value in rows[-1].items() if not isinstance(value, list)})
-    result = {**describe(), "main": args.main, "speculator": args.speculator, "dtype": args.dtype, "ttft": rows}
+    result = {**describe(), "main": args.main, "speculator": args.speculator, "dtype": args.dtype, "card": args.card}
+    result["ttft"] = rows
     result["peak_memory_bytes"] = peak_memory()
     table = Table("tokens", "keep", "kept", "dense s", "sparse s", "speed-up", "ceiling", "share", "score/speculate")
     for r in rows:
@@ -96,6 +106,7 @@ def row(model: SpecPrefill, length: int, config: SpecPrefillConfig, runs: list) 
             kept,
             config.look_ahead or model.default_look_ahead,
             machine,
+            query_window=config.query_window,
             main_bytes=main.dtype.itemsize,
             speculator_bytes=draft.dtype.itemsize,
         ).gain

@@ -159,7 +159,9 @@ def calibrate(pair: SpecPrefill, args: Args, given: Sequence[Example]) -> PairCa
         heads = choose_heads(fitted, fit(fitted, layers))
         if layers < depth:
             rows.append(row("all heads", by_window(layers=layers), layers, (), last))
-        few.append((row(f"{len(heads)} heads", by_window(heads), layers, heads, last), heads))
+        few.append(
+            (row(f"{len(heads)} head{'s' if len(heads) > 1 else ''}", by_window(heads), layers, heads, last), heads)
+        )
         rows.append(few[-1][0])
     wanted = max(uncalibrated["fitted"]["value"], max(one["fitted"]["value"] for one, _ in few) - args.tolerance)
     good = [pick for pick in few if pick[0]["fitted"]["value"] >= wanted]
