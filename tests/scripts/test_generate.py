@@ -161,10 +161,17 @@ def test_models_and_settings_are_passed_on(command, fake):
         "--main M --speculator S --dtype bfloat16 --speculator-layers 3 --keep-rate 0.2 --look-ahead 4 --pool-width 7"
     )
     more = "--chunk-size 16 --mode paper --max-tokens 5 --temperature 0.7 --top-k 9 --top-p 0.8 --min-p 0.1"
-    rest = "--repetition-penalty 1.1 --seed 3 --ignore-eos --stop END STOP"
+    rest = "--repetition-penalty 1.1 --seed 3 --ignore-eos --card card.json --stop END STOP"
     status, _, err = command(TEXT, *flags.split(), *more.split(), *rest.split())
     assert status == 0, err
-    assert fake.loaded == {"main": "M", "speculator": "S", "dtype": "bfloat16", "mesh": None, "speculator_layers": 3}
+    assert fake.loaded == {
+        "main": "M",
+        "speculator": "S",
+        "dtype": "bfloat16",
+        "mesh": None,
+        "speculator_layers": 3,
+        "card": "card.json",
+    }
     (call,) = fake.calls
     assert call.config == SpecPrefillConfig(0.2, look_ahead=4, pool_width=7, chunk_size=16, mode="paper")
     assert call.sampling == SamplingParams(

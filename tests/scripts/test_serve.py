@@ -50,7 +50,8 @@ from script_modules import load_script
 
 class Engine(FakeEngine):
     @classmethod
-    def from_pretrained(cls, main, speculator, *, dtype, mesh, config, defaults, kernels, report):
+    def from_pretrained(cls, main, speculator, *, dtype, mesh, config, defaults, kernels, card, report):
+        assert card == "auto"
         report("load", 0, 2)
         sys.stdin.readline()
         report("load", 2, 2)
@@ -70,6 +71,7 @@ def test_loads_serves_drains_and_leaves_with_0():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     flags = ["--port", str(port), "--model-name", "boat", "--api-key", "a", "--api-key", "b", "--max-running", "3"]
+    flags += ["--card", "auto"]
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(TESTS), *flags],
         stdin=subprocess.PIPE,
