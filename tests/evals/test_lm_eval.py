@@ -50,6 +50,7 @@ output_type: multiple_choice
 test_split: test
 doc_to_text: "{{{{question}}}}"
 doc_to_choice: [" a", " bc"]
+target_delimiter: ""
 doc_to_target: 0
 metric_list: [{{metric: acc}}]
 """
