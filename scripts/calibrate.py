@@ -131,9 +131,9 @@ def calibrate(pair: SpecPrefill, args: Args, given: Sequence[Example]) -> PairCa
     if not held_out:
         raise SpecPrefillError("no task has two samples: nothing would be held out")
     speculator, main = pair.speculator.model.config, pair.main.config
+    chunk = pair.settle(None).chunk_size
     length = max(1, round(sum(len(example.oracle) for example in given) / len(given)))
-    tokens = length * pair.settle(None).chunk_size
-    kept = pair.settle(None).chunk_size * budget(length, KEEP_RATE)
+    tokens, kept = chunk * length, chunk * budget(length, KEEP_RATE)
     whole = costs.prefill_flops(speculator, tokens)
 
     def row(name: str, scorer: Scorer, layers: int, heads: Heads, queries: str) -> dict[str, Any]:
@@ -154,29 +154,28 @@ def calibrate(pair: SpecPrefill, args: Args, given: Sequence[Example]) -> PairCa
     last = f"last {window} tokens"
     uncalibrated = row("all heads", by_look_ahead(), depth, (), f"look-ahead {args.look_ahead}")
     rows = [uncalibrated, row("all heads", by_window(), depth, (), last)]
-    few: list[tuple[dict[str, Any], Heads]] = []
+    few: list[dict[str, Any]] = []
     for layers in args.layers or sorted({max(1, round(share * depth)) for share in SHARES}):
         heads = choose_heads(fitted, fit(fitted, layers))
         if layers < depth:
             rows.append(row("all heads", by_window(layers=layers), layers, (), last))
-        few.append(
-            (row(f"{len(heads)} head{'s' if len(heads) > 1 else ''}", by_window(heads), layers, heads, last), heads)
-        )
-        rows.append(few[-1][0])
-    wanted = max(uncalibrated["fitted"]["value"], max(one["fitted"]["value"] for one, _ in few) - args.tolerance)
-    good = [pick for pick in few if pick[0]["fitted"]["value"] >= wanted]
+        name = "1 head" if len(heads) == 1 else f"{len(heads)} heads"
+        rows.append(row(name, by_window(heads), layers, heads, last))
+        few.append(rows[-1])
+    wanted = max(uncalibrated["fitted"]["value"], max(one["fitted"]["value"] for one in few) - args.tolerance)
+    good = [one for one in few if one["fitted"]["value"] >= wanted]
+    settings: dict[str, Any]
     if good:
-        best, heads = min(good, key=lambda pick: pick[0]["layers"])
-        settings: dict[str, Any] = {"query_window": window, "scoring_heads": [list(head) for head in heads]}
-        layers = best["layers"]
+        best = min(good, key=lambda one: one["layers"])
+        settings = {"query_window": window, "scoring_heads": best["heads"]}
     else:  # the uniform maximum wins
-        best, settings, layers = uncalibrated, {"look_ahead": args.look_ahead}, depth
+        best, settings = uncalibrated, {"look_ahead": args.look_ahead}
     best["chosen"] = True
     about = describe()
     return PairCard(
         main=Path(args.main).name,
         speculator=Path(args.speculator).name,
-        speculator_layers=None if layers == depth else layers,
+        speculator_layers=None if best["layers"] == depth else best["layers"],
         settings=settings,
         shape=shape_of(speculator),
         measured=rows,

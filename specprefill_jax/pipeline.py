@@ -68,6 +68,7 @@ class SpecPrefill:
         self.kernels = choose_backend(kernels, speculator.mesh)
         self.speculator = Speculator(speculator, prefill_chunk)
         self.predictor = Predictor(main, speculator, machine, prefill_chunk)
+        self.check_heads(self.settle(None))  # the card's may lie behind the layers that were loaded
         self._decoder = Decoder(main)
         self._speculative = SpeculativeDecoder(self._decoder, self.speculator)
 

@@ -64,6 +64,11 @@ def test_a_pair_with_a_card_is_one_with_its_settings():
     assert load_tiny(card=CARD, speculator_layers=3).speculator.model.config.num_layers == 3
 
 
+def test_heads_behind_the_layers_that_are_loaded_are_refused_at_once():
+    with pytest.raises(ArgumentError, match=r"scoring_heads=\(1, 2\) .* below the speculator's 1"):
+        load_tiny(card=CARD, speculator_layers=1)
+
+
 def test_found_beside_the_speculator(tmp_path):
     folder = tmp_path / "small"
     folder.mkdir()

@@ -55,7 +55,7 @@ class Example:
 def examples(
     pair: SpecPrefill, samples: Iterable[Sample], *, window: int, look_ahead: int, answer_tokens: int
 ) -> Iterable[Example]:
-    """What is to be known of each sample; reads it three times with the speculator, once with the main model.
+    """What is to be known of each sample; reads it twice with the speculator, once with the main model.
 
     Args:
         pair: with its whole speculator, in product mode's default settings.
