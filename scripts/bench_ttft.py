@@ -54,7 +54,7 @@ def config_at(args: Args, model: SpecPrefill, rate: float) -> SpecPrefillConfig:
     """How a prompt is read at a keep rate."""
     if args.card is None:
         return SpecPrefillConfig.paper(rate, args.look_ahead)
-    return model.settle(SpecPrefillConfig(rate, min_predicted_gain=0.0))
+    return model.selector.settle(SpecPrefillConfig(rate, min_predicted_gain=0.0))
 
 
 def main(args: Args) -> None:

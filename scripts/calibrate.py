@@ -131,7 +131,7 @@ def calibrate(pair: SpecPrefill, args: Args, given: Sequence[Example]) -> PairCa
     if not held_out:
         raise SpecPrefillError("no task has two samples: nothing would be held out")
     speculator, main = pair.speculator.model.config, pair.main.config
-    chunk = pair.settle(None).chunk_size
+    chunk = pair.selector.settle(None).chunk_size
     length = max(1, round(sum(len(example.oracle) for example in given) / len(given)))
     tokens, kept = chunk * length, chunk * budget(length, KEEP_RATE)
     whole = costs.prefill_flops(speculator, tokens)

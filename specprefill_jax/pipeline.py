@@ -2,9 +2,8 @@
 
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Self, cast
 
 import jax
@@ -18,20 +17,20 @@ from specprefill_jax.chat_prompt import Spans, encode_chat
 from specprefill_jax.config import SamplingParams, SpecPrefillConfig, check_integer
 from specprefill_jax.decode import Decoder, TokenLogprobs
 from specprefill_jax.errors import ArgumentError, SpecPrefillError, argument_error
-from specprefill_jax.importance import Heads
 from specprefill_jax.kernels.backend import choose_backend
 from specprefill_jax.loading import load_pair
 from specprefill_jax.models.loaded import LoadedLlama, Step
 from specprefill_jax.output import Output, Piece
-from specprefill_jax.planning import Plan, Reason, num_chunks, plan
+from specprefill_jax.planning import Reason
 from specprefill_jax.predictor import Predictor
-from specprefill_jax.prefill import DEFAULT_CHUNK, bucket, padded, pieces, prefill
+from specprefill_jax.prefill import DEFAULT_CHUNK, padded, pieces, prefill
 from specprefill_jax.prompt import PROMPT_KINDS, Prompt, check_ids, padded_ids
 from specprefill_jax.sampling import sampling_arrays, seen_tokens
-from specprefill_jax.scoring import kept_batch, score_and_choose
+from specprefill_jax.scoring import kept_batch
+from specprefill_jax.selecting import Selector
 from specprefill_jax.selection import Selection
 from specprefill_jax.speculative import Acceptance, Drafts, SpeculativeDecoder, step_cost
-from specprefill_jax.speculator import MAX_EOS_IDS, LookAhead, Speculator
+from specprefill_jax.speculator import Speculator
 from specprefill_jax.timing import Marks, PhaseClock
 from specprefill_jax.tokens import StreamDecoder, Tokenizer
 
@@ -68,7 +67,14 @@ class SpecPrefill:
         self.kernels = choose_backend(kernels, speculator.mesh)
         self.speculator = Speculator(speculator, prefill_chunk)
         self.predictor = Predictor(main, speculator, machine, prefill_chunk)
-        self.check_heads(self.settle(None))  # the card's may lie behind the layers that were loaded
+        self.selector = Selector(
+            self.speculator,
+            self.predictor,
+            kernels=self.kernels,
+            prefill_chunk=prefill_chunk,
+            default_look_ahead=default_look_ahead,
+            card=card,
+        )
         self._decoder = Decoder(main)
         self._speculative = SpeculativeDecoder(self._decoder, self.speculator)
 
@@ -133,11 +139,6 @@ class SpecPrefill:
             card=card,
         )
 
-    def settle(self, config: SpecPrefillConfig | None) -> SpecPrefillConfig:
-        """A config, None for the defaults, with what the card says; ArgumentError where they do not go together."""
-        config = config or SpecPrefillConfig()
-        return config if self.card is None else self.card.settle(config)
-
     @property
     def max_prompt_tokens(self) -> int:
         """The main model's context: kept tokens keep their positions, so dropping some makes no room."""
@@ -171,7 +172,7 @@ class SpecPrefill:
             SpecPrefillError: in paper mode, a speculator that failed.
         """
         ids, spans = self._encode(prompt)
-        return self._selected(ids, spans, self.settle(config), None)
+        return self.selector.select(ids, spans, self.selector.settle(config))
 
     def select_many(self, prompt: Prompt, configs: Sequence[SpecPrefillConfig]) -> list[Selection]:
         """What `select` chooses with each of several configs, from as few speculations as that takes.
@@ -183,45 +184,7 @@ class SpecPrefill:
             ArgumentError, SpecPrefillError: see `select`.
         """
         ids, spans = self._encode(prompt)
-        configs = [self.settle(config) for config in configs]
-        look_ahead = max((config.look_ahead or self.default_look_ahead for config in configs), default=1)
-        aheads: dict[tuple[tuple[int, ...], int], LookAhead] = {}
-
-        def read(config: SpecPrefillConfig) -> LookAhead:
-            ends, window = self.look_ahead_ends(config), config.query_window
-            if (ends, window) not in aheads:
-                aheads[ends, window] = self.speculator.read(ids, look_ahead, ends, window=window)
-            return aheads[ends, window]
-
-        scored: dict[SpecPrefillConfig, Selection] = {}
-        selections: list[Selection] = []
-        for config in configs:
-            alike = replace(config, keep_rate=1.0)
-            if alike in scored:
-                selection = self.adapt(scored[alike].replan(self._plan(ids, spans, config)), config)
-            else:
-                selection = self._selected(ids, spans, config, read)
-                if selection.chunk_scores is not None:
-                    scored[alike] = selection
-            selections.append(selection)
-        return selections
-
-    def _selected(
-        self,
-        ids: np.ndarray,
-        spans: Spans,
-        config: SpecPrefillConfig,
-        read: Callable[[SpecPrefillConfig], LookAhead] | None,
-    ) -> Selection:
-        """A selection whose scores were waited for and are finite."""
-        selection = self._select(ids, spans, config, None, read=read)
-        try:
-            selection.check()
-        except SpecPrefillError as error:
-            if config.mode == "paper":
-                raise
-            return self._failed(ids, config, error)
-        return selection
+        return self.selector.select_many(ids, spans, [self.selector.settle(config) for config in configs])
 
     def prefill(self, prompt: Prompt, selection: Selection) -> np.ndarray:
         """Float32 logits [V] after the last kept token of a prompt."""
@@ -274,7 +237,7 @@ class SpecPrefill:
         """
         clock = PhaseClock()
         sampling = sampling or SamplingParams()
-        config = self.settle(config)
+        config = self.selector.settle(config)
         check_integer("draft_tokens", draft_tokens, 0, MAX_DRAFT_TOKENS)
         ids, spans = self._encode(prompt)
         if len(ids) >= self.max_prompt_tokens:
@@ -295,7 +258,7 @@ class SpecPrefill:
 
         Programs depend on the room for the answer and on what is sampled, so give the settings that will be used.
         """
-        config = self.settle(config)
+        config = self.selector.settle(config)
         sampling = replace(sampling or SamplingParams(), ignore_eos=True, stop=(), stop_token_ids=())
         ids = np.zeros(num_tokens, np.int32)
         self._checked(ids)
@@ -310,7 +273,7 @@ class SpecPrefill:
 
     def _sizes(self, ids: np.ndarray, config: SpecPrefillConfig, sampling: SamplingParams) -> Iterable[Selection]:
         """Selections that need every program which keep rate "auto" may, there being no telling what it keeps."""
-        planned = self._plan(ids, (), config)
+        planned = self.selector.plan(ids, (), config)
         room = min(sampling.max_tokens, self.max_prompt_tokens - len(ids))
         found: dict[tuple, Selection] = {}
         last = planned.num_chunks - 1
@@ -415,7 +378,7 @@ class SpecPrefill:
         """Select, prefill, and fall back to a dense prefill from a clean cache if the speculator fails."""
         marks = Marks(clock, eager=self.main.layerwise)
         if given is None:
-            selection = self._select(ids, spans, config, marks, drafts)
+            selection = self.selector.enqueue(ids, spans, config, marks, drafts)
         else:
             selection = given
             clock.phase("main_prefill")
@@ -430,119 +393,11 @@ class SpecPrefill:
                 raise
             clock.phase("main_prefill", tokens=len(ids))
             del step
-            selection = self._failed(ids, config, error)
+            selection = self.selector.failed(ids, config, error)
             step, slot = self._main_prefill(ids, selection, max_tokens)
             jax.block_until_ready(step.hidden)
             clock.phase("first_token")
         return selection, step, slot
-
-    def _select(
-        self,
-        ids: np.ndarray,
-        spans: Spans,
-        config: SpecPrefillConfig,
-        marks: Marks | None,
-        drafts: Drafts | None = None,
-        read: Callable[[SpecPrefillConfig], LookAhead] | None = None,
-    ) -> Selection:
-        """Plan on the host, then enqueue speculation (unless `read` has it), scoring and choice on the device.
-
-        Waits for nothing but, under keep rate "auto", the scores.
-        """
-        planned = self._plan(ids, spans, config)
-        if not planned.engaged:
-            if marks is not None:
-                marks.clock.phase("main_prefill")
-            return Selection(planned)
-        self.look_ahead_ends(config)  # refused before anything is read
-        self.check_heads(config)
-        try:
-            return self._score(ids, planned, config, marks, drafts, read)
-        except Exception as error:
-            if config.mode == "paper":
-                raise SpecPrefillError(f"the speculator failed: {error}") from error
-            if marks is not None:
-                marks.clock.phase("main_prefill")
-            return self._failed(ids, config, error)
-
-    def _plan(self, ids: np.ndarray, spans: Spans, config: SpecPrefillConfig) -> Plan:
-        look_ahead = config.look_ahead or self.default_look_ahead
-        gain = partial(self.predictor.gain, len(ids), look_ahead, query_window=config.query_window)
-        prediction = partial(self.predictor.phases, len(ids), look_ahead, query_window=config.query_window)
-        forced = spans if config.mode == "product" else ()
-        return plan(len(ids), config, forced_spans=forced, predicted_gain=gain, prediction=prediction)
-
-    def _score(
-        self,
-        ids: np.ndarray,
-        planned: Plan,
-        config: SpecPrefillConfig,
-        marks: Marks | None,
-        drafts: Drafts | None,
-        read: Callable[[SpecPrefillConfig], LookAhead] | None,
-    ) -> Selection:
-        if marks is not None:
-            marks.clock.phase("speculate", tokens=len(ids))
-        if len(ids) > self.speculator.model.config.max_position_embeddings:
-            limit = self.speculator.model.config.max_position_embeddings
-            raise ArgumentError(
-                f"prompt of {len(ids)} tokens is not allowed: it must fit the speculator's context of {limit} tokens"
-            )
-        look_ahead, window = config.look_ahead or self.default_look_ahead, config.query_window
-        if read is not None:
-            ahead = read(config) if window else read(config).first(look_ahead)
-        else:
-            room = drafts.room if drafts is not None else 0
-            ahead = self.speculator.read(ids, look_ahead, self.look_ahead_ends(config), room=room, window=window)
-        if drafts is not None:
-            drafts.cache = ahead.cache
-        if marks is not None:
-            marks.reach(ahead.num_queries, "score")
-        size = bucket(len(ids))
-        chunk_size = min(config.chunk_size, size)  # a chunk longer than the prompt is the prompt
-        importance, scores, choice, num_queries, tokens = score_and_choose(
-            ahead,
-            padded_ids(ids),
-            np.full((1,), len(ids), np.int32),
-            planned.forced_mask(num_chunks(size, chunk_size))[None],
-            np.full((1,), planned.num_chunks, np.int32),
-            np.full((1,), planned.kept_chunks, np.int32),
-            size=size,
-            pool_width=config.pool_width or 0,
-            chunk_size=chunk_size,
-            kept_size=padded(planned.max_kept_tokens, self.prefill_chunk),
-            window=window > 0,
-            heads=self.check_heads(config),
-            backend=self.kernels,
-            mesh=self.speculator.model.mesh,
-        )
-        selection = Selection(
-            planned,
-            choice=choice,
-            chunk_scores=scores,
-            importance=importance,
-            num_queries=num_queries,
-            look_ahead_tokens=tokens,
-            prompt=ids,
-        )
-        if planned.least_chunks is None:
-            if marks is not None:
-                marks.reach(choice.kept_count, "main_prefill")
-            return selection
-        # The scores say how much the main model reads: the host must wait for them.
-        if marks is not None:
-            marks.settle()
-        selection = self.adapt(selection, config)
-        if marks is not None:
-            marks.clock.phase("main_prefill")
-        return selection
-
-    def adapt(self, selection: Selection, config: SpecPrefillConfig, whole_fits: bool = True) -> Selection:
-        """What the scores of a selection ask for under keep rate "auto" (`Selection.adapt`); others as they are."""
-        look_ahead = config.look_ahead or self.default_look_ahead
-        gain = partial(self.predictor.gain, selection.num_tokens, look_ahead, query_window=config.query_window)
-        prediction = partial(self.predictor.phases, selection.num_tokens, look_ahead, query_window=config.query_window)
-        return selection.adapt(config, predicted_gain=gain, prediction=prediction, whole_fits=whole_fits)
 
     def _main_prefill(self, ids: np.ndarray, selection: Selection, max_tokens: int) -> tuple[Step, jax.Array]:
         """The main model's pass over the kept tokens, and how many they are [1]; enqueued, not waited for."""
@@ -576,29 +431,6 @@ class SpecPrefill:
         if array.is_fully_addressable:
             return jax.device_put(array, self.main.whole)
         return self.main.put(np.asarray(array))  # each process hands on its own; JAX copies within one only
-
-    def _failed(self, ids: np.ndarray, config: SpecPrefillConfig, error: Exception) -> Selection:
-        detail = f"{type(error).__name__}: {error}"
-        return Selection.whole(len(ids), Reason.SPECULATOR_FAILED, chunk_size=config.chunk_size, detail=detail)
-
-    def check_heads(self, config: SpecPrefillConfig) -> Heads:
-        """The heads that score, as the speculator's cache has them; ArgumentError for one that it does not have."""
-        model = self.speculator.model
-        copies = model.layout.num_heads // model.config.num_heads
-        layers, heads = model.config.num_layers, model.config.num_heads
-        for layer, head in config.scoring_heads:
-            if layer >= layers or head >= heads:
-                allowed = f"pairs of a layer below the speculator's {layers} and a head below its {heads}"
-                raise argument_error("scoring_heads", (layer, head), allowed)
-        return tuple((layer, head * copies) for layer, head in config.scoring_heads)
-
-    def look_ahead_ends(self, config: SpecPrefillConfig) -> tuple[int, ...]:
-        """Ids that end the look-ahead. They say nothing of where the answer ends: that is the main model's own."""
-        given = config.eos_token_ids
-        ids = self.speculator.model.config.eos_token_ids if given is None else given
-        if len(ids) > MAX_EOS_IDS:
-            raise argument_error("eos_token_ids", ids, f"at most {MAX_EOS_IDS} ids")
-        return ids
 
     def _checked(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         return check_ids(ids, self.main.config.vocab_size, self.max_prompt_tokens)

@@ -7,6 +7,7 @@ import tempfile
 from functools import cache
 
 import pytest
+from hypothesis import settings
 
 # Nothing above imports JAX or numpy. Tests neither look for accelerators nor touch the user's caches.
 CACHE = tempfile.mkdtemp(prefix="specprefill-tests-")
@@ -24,6 +25,9 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # new model obje
 os.environ["HF_HUB_OFFLINE"] = "1"
 # The oracle's products are small: threads that wait for each other, in each worker, cost ten times what they compute.
 os.environ["OPENBLAS_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = "1"
+# Examples compile, on machines that do other things: how long one takes says nothing.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_isolation import Compilations
 
-from specprefill_jax import SamplingParams, SpecPrefillConfig, pipeline
+from specprefill_jax import SamplingParams, SpecPrefillConfig, selecting
 from specprefill_jax.adaptive import chunk_masses, chunks_for_share, normalised_entropy
 from specprefill_jax.errors import ArgumentError, SpecPrefillError
 from specprefill_jax.planning import Reason, budget, plan
@@ -290,13 +290,13 @@ def test_rates_and_auto_from_one_speculation_equal_select(tiny):
 
 
 def test_scores_that_are_not_finite_are_a_speculator_that_failed(tiny, monkeypatch):
-    score = pipeline.score_and_choose
+    score = selecting.score_and_choose
 
     def overflowed(*arguments, **named):
         importance, scores, choice, *rest = score(*arguments, **named)
         return importance, scores.at[3].set(np.nan), choice._replace(ok=np.bool_(False)), *rest
 
-    monkeypatch.setattr(pipeline, "score_and_choose", overflowed)
+    monkeypatch.setattr(selecting, "score_and_choose", overflowed)
     output = tiny.generate(prompt_of(130), GREEDY, tiny_auto())
     assert output.selection.reason == "speculator_failed"
     assert output.selection.detail.startswith("SpecPrefillError: chunk_scores[3]=nan ")

@@ -204,7 +204,7 @@ def break_with_nan(model, monkeypatch):
 
 def break_scoring(_model, monkeypatch):
     """The speculator works, the scoring raises."""
-    monkeypatch.setattr("specprefill_jax.pipeline.score_and_choose", fails)
+    monkeypatch.setattr("specprefill_jax.selecting.score_and_choose", fails)
 
 
 BREAKS = [break_at_once, break_after_reading, break_with_nan, break_scoring]

@@ -11,7 +11,7 @@ import pytest
 from agreement import assert_greedy, prompt_of, relative_error
 from small_tokenizers import byte_level
 
-from specprefill_jax import SamplingParams, SpecPrefillConfig, pipeline
+from specprefill_jax import SamplingParams, SpecPrefillConfig, selecting
 from specprefill_jax.chat_prompt import encode_chat
 from specprefill_jax.kernels.chunk_topk import chunk_topk
 from specprefill_jax.planning import plan
@@ -224,7 +224,7 @@ def test_a_chats_forced_spans_are_kept_whatever_the_scores(tiny, reference, monk
         row = jax.tree.map(lambda values: values[0], choice)
         return np.zeros(size, np.float32), scores, row, ahead.num_queries[0], ahead.tokens[0]
 
-    monkeypatch.setattr(pipeline, "score_and_choose", worst_first)
+    monkeypatch.setattr(selecting, "score_and_choose", worst_first)
     monkeypatch.setattr(tiny, "tokenizer", chat_tokenizer())
     config = product(keep_rate=0.6, tail_tokens=1)
     output = tiny.generate(CHAT, GREEDY, config)

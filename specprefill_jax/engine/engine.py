@@ -84,7 +84,7 @@ class Engine:
             ArgumentError: limits that the models cannot meet.
         """
         self.config = config = config or EngineConfig()
-        self.defaults = pair.settle(defaults)
+        self.defaults = pair.selector.settle(defaults)
         self.model_name, self.model_root = model_name, model_root or model_name
         self.tokenizer: Tokenizer | None = pair.tokenizer
         self._pair = pair
@@ -112,7 +112,7 @@ class Engine:
             num_pages=pages,
             num_draft_pages=draft_pages,
             window=window,
-            heads=pair.check_heads(self.defaults),
+            heads=pair.selector.check_heads(self.defaults),
             draft_tokens=config.draft_tokens,
         )
         self._step_cost = step_cost(main, draft)
@@ -132,7 +132,7 @@ class Engine:
             self._runner,
             self._scheduler,
             self._plan,
-            pair.adapt,
+            pair.selector.adapt,
             memoised_selections=config.memoised_selections,
             begun=self._begun,
             ended=self._ended,
@@ -312,7 +312,7 @@ class Engine:
 
     def _work(self, request: Request, on_event: OnEvent) -> Work:
         """Check a request; any thread."""
-        request = replace(request, config=self._pair.settle(request.config))
+        request = replace(request, config=self._pair.selector.settle(request.config))
         sampling, config = request.sampling, request.config
         prompt = np.array(self._pair.encode(request.prompt), np.int32)
         tokens = len(prompt)
@@ -331,7 +331,7 @@ class Engine:
         if look_ahead not in self._look_aheads:
             allowed = " or ".join(map(str, dict.fromkeys(self._look_aheads)))
             raise argument_error("look_ahead", look_ahead, f"{allowed}: what this engine was started with")
-        ends = self._pair.look_ahead_ends(config)
+        ends = self._pair.selector.ends(config)
         planned = self._plan(request, tokens, look_ahead, 0)
         detail = None
         draft = self._runner.draft

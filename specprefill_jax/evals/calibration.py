@@ -66,10 +66,10 @@ def examples(
     Raises:
         SpecPrefillError: a sample that cannot be read.
     """
-    config = pair.settle(None)
+    config = pair.selector.settle(None)
     chunk, width = config.chunk_size, config.pool_width or 0
     reader = Speculator(pair.main, pair.prefill_chunk)
-    ends = pair.look_ahead_ends(config)
+    ends = pair.selector.ends(config)
     for sample in samples:
         ids = prompt_ids(sample, pair.tokenizer)
         answer = true_answer_ids(sample, pair.tokenizer)[:answer_tokens]

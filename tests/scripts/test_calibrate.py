@@ -91,7 +91,7 @@ def test_from_samples_to_a_pair_with_a_card(tmp_path, capsys):
     card = read_card(out)
     assert len(card.measured) == 2 + 2 + (2 if card.shape["num_layers"] > 2 else 1)
     model = SpecPrefill.from_pretrained("retrieval-tiny", "retrieval-tiny-speculator", "float32", card=out)
-    config = model.settle(None)
+    config = model.selector.settle(None)
     assert [list(head) for head in config.scoring_heads] == card.settings.get("scoring_heads", [])
     counted = json.loads(out.read_text())["about"]["samples"]
     assert (counted["fitted"], counted["held out"]) == (1, 1)

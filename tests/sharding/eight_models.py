@@ -91,7 +91,7 @@ def check_meshes():
         0.5, chunk_size=8, tail_tokens=1, min_prompt_tokens=0, min_predicted_gain=0, scoring_heads=((0, 3), (2, 1))
     )
     split, whole = (pair.select(ids, some) for pair in (free, load_tiny(mesh=make_mesh(1))))
-    assert free.check_heads(some) != some.scoring_heads
+    assert free.selector.check_heads(some) != some.scoring_heads
     np.testing.assert_allclose(split.importance, whole.importance, rtol=1e-4, atol=1e-7)
     np.testing.assert_array_equal(split.kept_indices, whole.kept_indices)
     others = make_mesh(jax.devices()[6:])
