@@ -29,7 +29,7 @@ def score_svg(
     """
     known = {setting: estimate for (setting,), estimate in estimates(rows, ("setting",), seed).items()}
     rates = {row.setting: rate for row in rows if not isinstance(rate := row.keep_rate, str)}
-    for setting in {row.setting for row in rows} - rates.keys():  # where what it read puts it
+    for setting in known.keys() - rates.keys():  # where what it read puts it
         rates[setting] = statistics.mean(row.kept for row in rows if row.setting == setting and row.score is not None)
     series: dict[str, list[tuple[float, Estimate]]] = {}
     for setting in settings_of(rows):

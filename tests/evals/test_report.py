@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -164,6 +165,18 @@ def test_times_to_first_token(tmp_path):
     (tmp_path / "ttft.json").write_text("{")
     with pytest.raises(SpecPrefillError, match=r"ttft.json: not JSON"):
         read(tmp_path)
+
+
+def test_auto_stands_where_what_it_read_puts_it():
+    """Not among the keep rates, nor in the curves over them; of one that could not read anything nothing is drawn."""
+    dense = row("dense", "a", 0.5, method="dense")
+    auto = replace(row("product_auto", "a", 0.4, "auto", "product"), kept=0.25)
+    unread = row("product_auto_win8", "a", None, "auto", "product")
+    drawn = figures(Results({"made": [dense, auto, unread]}), 0)["made"]
+    assert "product_auto: 40.0 at 0.25." in drawn
+    assert "product_auto_win8" not in drawn
+    assert curves([dense, auto, unread]) == []
+    assert "| product_auto | 1 | 0 | 25.0% |" in to_markdown(report(Results({"made": [dense, auto, unread]}), 0))
 
 
 def test_rates_of_requests(tmp_path):
