@@ -1,6 +1,6 @@
 """Results into tables and figures: what was scored, by task and length, by category and keep rate, and how fast.
 
-    python scripts/report.py results --out results/report.md --html results/report.html --plots results
+    python scripts/report.py results --out results/report.md --html results/report.html --plots results --png
 
 Reads every .jsonl file of rows in the folder that scripts/eval_longbench.py and its like, and scripts/eval_recall.py,
 have written, and every .json file of scripts/eval_ttft.py and scripts/bench_qps.py. Scores are times 100, with 95 %
@@ -18,8 +18,10 @@ from typing import Annotated
 import tyro
 
 from specprefill_jax.command_line import parse, status_of
+from specprefill_jax.errors import argument_error
 from specprefill_jax.evals.compressibility import as_tsv, curves
 from specprefill_jax.evals.document import to_html, to_markdown
+from specprefill_jax.evals.png import to_png
 from specprefill_jax.evals.report import figures, read, report
 
 
@@ -35,6 +37,8 @@ class Args:
     """File for one page with tables and figures, which needs no other file; None: no page."""
     plots: Path | None = None
     """Folder for the figures, an .svg file for each; None: no such files."""
+    png: bool = False
+    """Beside each .svg a .png as well (extra `eval`)."""
     paper: bool = False
     """Draw what the paper reports, of other models, into the figures that have the same axes."""
     seed: int = 0
@@ -48,9 +52,11 @@ def main(argv: Sequence[str]) -> int:
 
 def write(args: Args) -> None:
     """The same; SpecPrefillError for a folder that has nothing to report."""
+    if args.png and args.plots is None:
+        raise argument_error("png", args.png, "given with --plots, the folder for the files")
     results = read(args.results)
     blocks = report(results, args.seed, args.paper)
-    files: dict[Path, str] = {}
+    files: dict[Path, str | bytes] = {}
     if args.out is not None:
         files[args.out] = to_markdown(blocks)
     elif args.html is None:
@@ -61,10 +67,13 @@ def write(args: Args) -> None:
     if found and files:
         files[next(iter(files)).with_suffix(".samples.tsv")] = as_tsv(found)
     if args.plots is not None:
-        files |= {args.plots / f"{name}.svg": svg for name, svg in figures(results, args.seed, args.paper).items()}
-    for path, text in files.items():
+        for name, svg in figures(results, args.seed, args.paper).items():
+            files[args.plots / f"{name}.svg"] = svg
+            if args.png:
+                files[args.plots / f"{name}.png"] = to_png(svg)
+    for path, content in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def files(tmp_path) -> list[str]:
     return [*folders, "--datasets", *names]
 
 
-def test_longbench_to_report(model, files, tmp_path, capsys):
+def test_longbench_to_report(model, files, tmp_path, monkeypatch, capsys):
     script, reporting = load_script("eval_longbench"), load_script("report")
     flags = ["--methods", "dense", "specprefill", "bm25_chunks", "--keep-rates", "0.3", "0.5"]
     assert script.main([*files, *flags, "--limit", "1"]) == 0
@@ -77,6 +77,7 @@ def test_longbench_to_report(model, files, tmp_path, capsys):
     assert "| dense | 6 | 0 | 100.0% | 0.00 s | - |" in text
     assert "not run on the same samples" not in text
     assert ElementTree.parse(plots / "longbench.svg").getroot().tag.endswith("svg")
+    assert [path.name for path in plots.iterdir()] == ["longbench.svg"]
     again = tmp_path / "again.md"
     assert reporting.main([str(tmp_path / "out"), "--out", str(again)]) == 0
     assert again.read_text() == text
@@ -92,6 +93,10 @@ def test_longbench_to_report(model, files, tmp_path, capsys):
     body = page.read_text()
     assert body.count("<svg") == 1
     assert all(heading in body for heading in ("<h2>longbench</h2>", "<h3>By category</h3>", "<th", "p3_full_lah8"))
+    monkeypatch.setattr(reporting, "to_png", lambda svg: f"drawn {svg}".encode())
+    assert reporting.main([str(tmp_path / "out"), "--plots", str(plots), "--png"]) == 0
+    assert (plots / "longbench.png").read_text() == f"drawn {(plots / 'longbench.svg').read_text()}"
+    assert capsys.readouterr().out == text
     page.unlink()
     (tmp_path / "report.samples.tsv").unlink()
     assert reporting.main([str(tmp_path / "out"), "--html", str(page)]) == 0
