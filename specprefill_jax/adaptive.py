@@ -1,12 +1,9 @@
-"""How much of a prompt its scores ask for: the keep rate "auto".
+"""How much of a prompt its scores ask for: keep rate "auto" where the speculator does not look ahead.
 
 Importance is a mass over the prompt: a chunk holds its mean times its tokens. What is always kept is left out of the
 account, since the first chunk is the attention sink of every prompt and the last ones are near to the queries; the
-rest decides. The published method names its fixed rate as a limitation (arXiv 2502.02789); top-p budgets of attention
-are AttnComp's (arXiv 2509.17486).
+rest decides. Top-p budgets of attention are AttnComp's (arXiv 2509.17486).
 """
-
-import math
 
 import numpy as np
 
@@ -15,16 +12,6 @@ def chunk_masses(scores: np.ndarray, num_tokens: int, chunk_size: int) -> np.nda
     """Importance that each chunk holds, float64 [C]: its score, a mean, times its tokens; the last may be short."""
     tokens = np.minimum(num_tokens - np.arange(len(scores)) * chunk_size, chunk_size)
     return scores.astype(np.float64) * tokens
-
-
-def normalised_entropy(masses: np.ndarray) -> float:
-    """Entropy of masses [n] over that of equal ones, log(n): 0 where one holds all, 1 where all are equal or zero."""
-    total = masses.sum()
-    if len(masses) < 2 or total <= 0:
-        return 1.0
-    shares = masses / total
-    shares = shares[shares > 0]
-    return min(max(float(-(shares * np.log(shares)).sum()) / math.log(len(masses)), 0.0), 1.0)
 
 
 def chunks_for_share(masses: np.ndarray, share: float) -> int:

@@ -18,7 +18,7 @@ from specprefill_jax.models.config import LlamaConfig
 FORMAT = "specprefill pair card 1"
 NAME = "pair_card.json"
 """Of a card that lies in its speculator's folder."""
-SETTINGS = ("look_ahead", "query_window", "scoring_heads", "importance_share", "max_entropy")
+SETTINGS = ("look_ahead", "query_window", "scoring_heads", "importance_share", "max_divergence")
 """The settings of `SpecPrefillConfig` that a card may have; all others are the caller's."""
 PACKAGED = Path(__file__).parent / "models" / "cards"
 """Cards of built-in pairs, by <main>+<speculator>.json."""

@@ -11,7 +11,7 @@ import numpy as np
 from specprefill_jax.errors import argument_error
 
 KeepRate = float | Literal["auto"]
-"""Share of the prompt's chunks that is read, or "auto": as many as the prompt's own scores ask for."""
+"""Share of the prompt's chunks that is read, or "auto": as much as the prompt asks for."""
 
 MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20
@@ -123,8 +123,8 @@ class SpecPrefillConfig:
     keep_rate: KeepRate = 0.3
     """Share of the prompt's chunks that the main model reads, above 0 and up to 1: ceil(rate * chunks), exactly.
     0.3 cost the paper's pair nothing on LongBench (53.92 against 53.55 in full); 0.1 is three times cheaper and loses
-    on tasks that count or sum over the whole prompt. "auto" keeps as many as hold `importance_share` of the importance
-    and reads prompts whole where all parts matter alike; not in paper mode."""
+    on tasks that count or sum over the whole prompt. "auto" keeps as few as leave the
+    speculator's own predictions as they are, and reads prompts whole that have no such few; not in paper mode."""
 
     look_ahead: int | None = None
     """Queries that score the prompt: its last token, and the first look_ahead - 1 tokens the speculator generates.
@@ -160,20 +160,22 @@ class SpecPrefillConfig:
     enabled: bool = True
     """False reads every prompt whole, in either mode."""
 
+    max_divergence: float = 0.05
+    """With keep_rate "auto" and a look-ahead of 2 or more: the fewest chunks are kept with which the speculator,
+    attending to them alone, predicts its look-ahead tokens as it did from the whole prompt, within so many nats a token
+    (`SelfCheck`). Prompts for which `max_keep_rate` does not suffice are read whole, as "information_dense". At least
+    0."""
+
     importance_share: float = 0.4
-    """With keep_rate "auto": chunks are kept in the order of their scores until they hold this share of the importance
-    of all that are not kept anyway, above 0 and up to 1."""
+    """With keep_rate "auto" and no look-ahead (a `query_window`, or a speculator that cannot generate): chunks are kept
+    in the order of their scores until they hold this share of the importance of all that are not kept anyway, above 0
+    and up to 1."""
 
     min_keep_rate: float = 0.05
     """With keep_rate "auto" or a `ttft_budget_ms`: at least this share of the chunks is kept, forced ones included."""
 
     max_keep_rate: float = 0.5
     """With keep_rate "auto": at most this share of the chunks is kept; the predicted gain is that of so many."""
-
-    max_entropy: float = 0.97
-    """With keep_rate "auto": a prompt whose importance is spread more evenly than this is read whole, as
-    "information_dense". The entropy of the importance over the chunks that are not kept anyway, 1 being that of equal
-    chunks; from 0 to 1, and 1 reads none whole."""
 
     ttft_budget_ms: float | None = None
     """Milliseconds until the first token, at most, by the cost model and this machine's measured rates: speculating,
@@ -223,7 +225,8 @@ class SpecPrefillConfig:
             put(name, check_real(name, getattr(self, name), rate, lambda x: 0 < x <= 1))
         if self.min_keep_rate > self.max_keep_rate:
             raise argument_error("min_keep_rate", self.min_keep_rate, f"at most max_keep_rate, {self.max_keep_rate}")
-        put("max_entropy", check_real("max_entropy", self.max_entropy, "a number from 0 to 1", lambda x: 0 <= x <= 1))
+        allowed = "a finite number of at least 0"
+        put("max_divergence", check_real("max_divergence", self.max_divergence, allowed, lambda x: x >= 0))
         if self.ttft_budget_ms is not None:
             allowed = "None, or a finite number above 0"
             put("ttft_budget_ms", check_real("ttft_budget_ms", self.ttft_budget_ms, allowed, lambda x: x > 0))

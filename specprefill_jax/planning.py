@@ -79,6 +79,16 @@ class Plan:
     over_budget: bool = False
     """Whether these are more than that: even the fewest chunks take longer, or the prompt is read whole."""
 
+    @property
+    def rungs(self) -> tuple[int, ...]:
+        """Numbers of chunks to try under keep rate "auto": from the fewest up to the most, doubling; none otherwise."""
+        if self.least_chunks is None:
+            return ()
+        found = [self.least_chunks]
+        while found[-1] < self.kept_chunks:
+            found.append(min(2 * found[-1], self.kept_chunks))
+        return tuple(found)
+
     def forced_mask(self, size: int | None = None) -> np.ndarray:
         """The forced chunks as bool [size] (default: num_chunks), False in the padding."""
         mask = np.zeros(self.num_chunks if size is None else size, np.bool_)

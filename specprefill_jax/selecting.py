@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+import jax
 import numpy as np
 
 from specprefill_jax.cards import PairCard
@@ -19,6 +20,7 @@ from specprefill_jax.prefill import bucket, padded
 from specprefill_jax.prompt import padded_ids
 from specprefill_jax.scoring import score_and_choose
 from specprefill_jax.selection import Selection
+from specprefill_jax.self_check import SelfCheck
 from specprefill_jax.speculative import Drafts
 from specprefill_jax.speculator import MAX_EOS_IDS, LookAhead, Speculator
 from specprefill_jax.timing import Marks
@@ -44,12 +46,18 @@ class Selector:
         self._prefill_chunk = prefill_chunk
         self._default_look_ahead = default_look_ahead
         self._card = card
+        self.self_check = SelfCheck(speculator.model, kernels)
         self.check_heads(self.settle(None))  # the card's may lie behind the layers that were loaded
 
     def settle(self, config: SpecPrefillConfig | None) -> SpecPrefillConfig:
         """A config, None for the defaults, with what the card says; ArgumentError where they do not go together."""
         config = config or SpecPrefillConfig()
         return config if self._card is None else self._card.settle(config)
+
+    def checks(self, config: SpecPrefillConfig) -> bool:
+        """Whether the speculator's own predictions say how much is kept: under keep rate "auto", if it looks ahead."""
+        look_ahead = config.look_ahead or self._default_look_ahead
+        return config.keep_rate == "auto" and not config.query_window and look_ahead > 1
 
     def select(
         self,
@@ -83,7 +91,7 @@ class Selector:
         selections: list[Selection] = []
         for config in configs:
             alike = replace(config, keep_rate=1.0)
-            if alike in scored:
+            if alike in scored and not self.checks(config):
                 selection = self.adapt(scored[alike].replan(self.plan(ids, spans, config)), config)
             else:
                 selection = self.select(ids, spans, config, read)
@@ -167,22 +175,31 @@ class Selector:
             marks.reach(ahead.num_queries, "score")
         size = bucket(len(ids))
         chunk_size = min(config.chunk_size, size)  # a chunk longer than the prompt is the prompt
+        prompt, length = padded_ids(ids), np.full((1,), len(ids), np.int32)
+        forced = planned.forced_mask(num_chunks(size, chunk_size))[None]
+        chunks = np.full((1,), planned.num_chunks, np.int32)
+        kept_size = padded(planned.max_kept_tokens, self._prefill_chunk)
         importance, scores, choice, num_queries, tokens = score_and_choose(
             ahead,
-            padded_ids(ids),
-            np.full((1,), len(ids), np.int32),
-            planned.forced_mask(num_chunks(size, chunk_size))[None],
-            np.full((1,), planned.num_chunks, np.int32),
+            prompt,
+            length,
+            forced,
+            chunks,
             np.full((1,), planned.kept_chunks, np.int32),
             size=size,
             pool_width=config.pool_width or 0,
             chunk_size=chunk_size,
-            kept_size=padded(planned.max_kept_tokens, self._prefill_chunk),
+            kept_size=kept_size,
             window=window > 0,
             heads=heads,
             backend=self._kernels,
             mesh=self.speculator.model.mesh,
         )
+        moved: Sequence[jax.Array] = ()
+        if self.checks(config):
+            moved = self.self_check.divergences(
+                ahead, scores, prompt, length, forced, chunks, planned.rungs, chunk_size=chunk_size, size=kept_size
+            )
         selection = Selection(
             planned,
             choice=choice,
@@ -190,6 +207,7 @@ class Selector:
             importance=importance,
             num_queries=num_queries,
             look_ahead_tokens=tokens,
+            divergences=dict(zip(planned.rungs, moved, strict=False)),
             prompt=ids,
         )
         if planned.least_chunks is None:

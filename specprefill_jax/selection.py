@@ -1,19 +1,20 @@
 """Chunk scores -> which tokens the main model reads, and why.
 
 The plan (`planning`) says how many chunks are kept. The chunk top-k kernel picks them on the device, with no word to
-the host; under keep rate "auto" `Selection.adapt` asks the scores for the number. `Selection` is what a caller sees: it
-fetches from the device when it is first asked.
+the host; under keep rate "auto" `Selection.adapt` finds the number in what the device tells. `Selection` is what a
+caller sees: it fetches from the device when it is first asked.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Self, cast
 
 import jax
 import numpy as np
 
-from specprefill_jax.adaptive import chunk_masses, chunks_for_share, normalised_entropy
+from specprefill_jax.adaptive import chunk_masses, chunks_for_share
 from specprefill_jax.config import SpecPrefillConfig, check_integer
 from specprefill_jax.costs import Prediction
 from specprefill_jax.errors import SpecPrefillError, argument_error
@@ -38,6 +39,7 @@ class Selection:
         importance: jax.Array | None = None,
         num_queries: jax.Array | int = 0,
         look_ahead_tokens: jax.Array | Iterable[int] = (),
+        divergences: Mapping[int, jax.Array | float] = MappingProxyType({}),
         detail: str | None = None,
         prompt: np.ndarray | None = None,
     ) -> None:
@@ -51,6 +53,7 @@ class Selection:
             importance: float32 [>= M].
             num_queries: int32 scalar, queries that counted.
             look_ahead_tokens: int32 [>= num_queries], tokens the speculator generated.
+            divergences: float32 scalars by the plan's `rungs`, from `SelfCheck`; empty: not checked.
             detail: words for people beside the reason, such as the error that made a speculator fail.
             prompt: int [M], the token ids that `choice` is of.
         """
@@ -60,7 +63,7 @@ class Selection:
         self.choice = choice
         self.detail = detail
         self.prompt = prompt
-        self._device = (chunk_scores, importance, num_queries, look_ahead_tokens)
+        self._device = (chunk_scores, importance, num_queries, look_ahead_tokens, dict(divergences))
 
     @classmethod
     def whole(cls, num_tokens: int, reason: Reason, *, chunk_size: int = 32, detail: str | None = None) -> Self:
@@ -123,6 +126,7 @@ class Selection:
             importance=self._host[2],
             num_queries=self._host[3],
             look_ahead_tokens=self._host[4],
+            divergences=self._host[5],
             prompt=self.prompt,
         )
 
@@ -134,11 +138,13 @@ class Selection:
         prediction: Callable[[int], Prediction] | None = None,
         whole_fits: bool = True,
     ) -> Self:
-        """As many chunks as the scores ask for, under a plan of keep rate "auto"; this one under any other plan.
+        """As many chunks as it takes, under a plan of keep rate "auto"; this one under any other plan.
 
-        Waits for the scores, since what the main model reads depends on them. The forced chunks are kept and, in the
-        order of the scores, as many others as hold `config.importance_share` of the others' importance, within the
-        plan's bounds. Scores more even than `config.max_entropy` have the prompt read whole, as `information_dense`.
+        Waits for the device, since what the main model reads depends on it. Of the numbers that were tried it is the
+        lowest that left the speculator's predictions within `config.max_divergence`; where none did, the prompt is
+        read whole, as `information_dense`. Where the speculator did not look ahead, so that nothing was tried, the
+        forced chunks are kept and, in the order of the scores, as many others as hold `config.importance_share` of the
+        others' importance, within the plan's bounds.
 
         Args:
             config: the settings that the plan was made with.
@@ -154,19 +160,18 @@ class Selection:
             return self
         if self.chunk_scores is None:
             raise argument_error("selection", self, "one that a speculator scored")
-        ranked = ~planned.forced_mask()
-        masses = chunk_masses(self.chunk_scores, self.num_tokens, self.chunk_size)[ranked]
-        entropy = normalised_entropy(masses)
         limit = config.ttft_budget_ms
         if limit is not None and prediction is not None:
             whole_fits = whole_fits and 1000 * prediction(self.num_tokens).total <= limit
-        if entropy > config.max_entropy:
-            most = planned.keep(planned.kept_chunks)
-            adapted = planned.read_whole(Reason.INFORMATION_DENSE) if whole_fits else most
+        tried = self.divergences
+        if tried:
+            enough = [chunks for chunks, moved in tried.items() if moved <= config.max_divergence]
+            dense = not enough and whole_fits
+            asked = min(enough, default=planned.kept_chunks)
         else:
-            order = np.argsort(-self.chunk_scores[ranked], kind="stable")
-            asked = len(planned.forced_chunks) + chunks_for_share(masses[order], config.importance_share)
-            adapted = planned.keep(min(max(asked, planned.least_chunks), planned.kept_chunks))
+            dense, asked = False, self._holding(config.importance_share)
+        kept = planned.keep(min(max(asked, planned.least_chunks), planned.kept_chunks))
+        adapted = planned.read_whole(Reason.INFORMATION_DENSE) if dense else kept
         adapted = replace(adapted, least_chunks=None)
         if predicted_gain is not None:
             adapted = replace(adapted, predicted_gain=predicted_gain(adapted.max_kept_tokens))
@@ -180,9 +185,19 @@ class Selection:
             importance=self._host[2],
             num_queries=self._host[3],
             look_ahead_tokens=self._host[4],
-            detail=f"entropy of the scores {entropy:.3f}, above {config.max_entropy:g}",
+            divergences=self._host[5],
+            detail=f"predictions move by {tried[planned.kept_chunks]:.3f} nats with {planned.kept_chunks} of "
+            f"{planned.num_chunks} chunks, above {config.max_divergence:g}",
             prompt=self.prompt,
         )
+
+    def _holding(self, share: float) -> int:
+        """How many chunks are kept with the best ones that hold this share of what the forced ones do not."""
+        assert self.chunk_scores is not None
+        ranked = ~self.plan.forced_mask()
+        masses = chunk_masses(self.chunk_scores, self.num_tokens, self.chunk_size)[ranked]
+        order = np.argsort(-self.chunk_scores[ranked], kind="stable")
+        return len(self.plan.forced_chunks) + chunks_for_share(masses[order], share)
 
     @property
     def host_indices(self) -> np.ndarray | None:
@@ -274,16 +289,24 @@ class Selection:
         """Tokens the speculator generated, one a query that counted; an end of sequence is the last of them."""
         return [int(token) for token in self._host[4][: self.num_queries]]
 
+    @cached_property
+    def divergences(self) -> dict[int, float]:
+        """How far the speculator's predictions move, by the number of chunks it attends to (`SelfCheck`, in nats).
+
+        Empty where that was not asked: only under keep rate "auto", and if the speculator looks ahead.
+        """
+        return {chunks: float(value) for chunks, value in self._host[5].items()}
+
     def check(self) -> None:
         """Wait for the device and raise `SpecPrefillError` if the choice cannot be trusted."""
         _ = self._host
 
     @cached_property
     def _host(self) -> Any:
-        """(choice, chunk_scores, importance, num_queries, look_ahead_tokens) on the host: one wait, one check."""
-        scores, importance, num_queries, tokens = self._device
+        """The choice and what `_device` has, on the host: one wait, one check."""
+        scores, importance, num_queries, tokens, divergences = self._device
         tokens = tokens if isinstance(tokens, jax.Array) else list(tokens)
-        host = jax.device_get((self.choice, scores, importance, num_queries, tokens))
+        host = jax.device_get((self.choice, scores, importance, num_queries, tokens, divergences))
         choice, scores = host[:2]
         if choice is None:
             return host

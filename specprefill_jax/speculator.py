@@ -36,13 +36,16 @@ class LookAhead:
     num_queries: jax.Array
     """[B] int32, queries that count: up to and with the one that produced an end of sequence; of a window, the last so
     many."""
+    hidden: jax.Array
+    """[B, Q, E] float32 hidden states that the tokens were predicted from; of a window, those of its tokens."""
 
     def first(self, count: int) -> "LookAhead":
         """What a look-ahead of `count` queries would have left, if that is fewer; not of a window."""
         if count >= self.queries.shape[2]:
             return self
-        queries, tokens, num_queries = _first(self.queries, self.tokens, self.num_queries, count=count)
-        return LookAhead(queries, self.cache, tokens, num_queries)
+        *found, hidden = _first(self.queries, self.tokens, self.num_queries, self.hidden, count=count)
+        queries, tokens, num_queries = found
+        return LookAhead(queries, self.cache, tokens, num_queries, hidden)
 
 
 class Speculator:
@@ -90,7 +93,7 @@ class Speculator:
         )
         if window:
             queries, generated, count = window_queries(step.queries, np.full((1,), size, np.int32))
-            return LookAhead(queries, step.cache, generated, count)
+            return LookAhead(queries, step.cache, generated, count, step.hidden)
         return self.look_ahead(step, np.full((1,), size, np.int32), [eos_token_ids], look_ahead)
 
     def look_ahead(
@@ -114,14 +117,15 @@ class Speculator:
     def _decode_layerwise(self, step: Step, lengths: np.ndarray, ends: np.ndarray, count: int) -> LookAhead:
         """The same loop driven by the host, which never waits: unrolled layers would take XLA half a minute."""
         row = np.zeros_like(lengths)
-        queries, tokens = [step.queries], [self._greedy(self.model.weights, step.hidden)]
+        queries, hidden, tokens = [step.queries], [step.hidden], [self._greedy(self.model.weights, step.hidden)]
         for i in range(count - 1):
             at = lengths + np.int32(i)
             step = self.model.step(tokens[-1][:, None], at[:, None], step.cache, at, row)
             queries.append(step.queries)
+            hidden.append(step.hidden)
             tokens.append(self._greedy(self.model.weights, step.hidden))
-        stacked, out, valid = self._collect(queries, tokens, ends)
-        return LookAhead(stacked, step.cache, out, valid)
+        stacked, out, valid, states = self._collect(queries, tokens, hidden, ends)
+        return LookAhead(stacked, step.cache, out, valid, states)
 
     def _greedy_fn(self, weights: Weights, hidden: jax.Array) -> jax.Array:
         """The likeliest next token of each row, [B] int32."""
@@ -144,20 +148,20 @@ class Speculator:
             token, cache, at = carry
             done = self.model.run(weights, token[:, None], at[:, None], cache, at, jnp.zeros_like(at))
             token = self._greedy_fn(weights, done.hidden)
-            return (token, done.cache, at + 1), (token, done.queries)
+            return (token, done.cache, at + 1), (token, done.queries, done.hidden)
 
         first = self._greedy_fn(weights, hidden)
-        (_, cache, _), (tokens, later) = lax.scan(step, (first, cache, length), length=count - 1)
-        stacked, out, valid = _collect([queries, *later], [first, *tokens], eos)
-        return LookAhead(stacked, cache, out, valid)
+        (_, cache, _), (tokens, later, states) = lax.scan(step, (first, cache, length), length=count - 1)
+        stacked, out, valid, states = _collect([queries, *later], [first, *tokens], [hidden, *states], eos)
+        return LookAhead(stacked, cache, out, valid, states)
 
 
 @partial(jax.jit, static_argnames="count")
 def _first(
-    queries: jax.Array, tokens: jax.Array, num_queries: jax.Array, count: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The first `count` of each row's queries [L, B, Q, N, H] and tokens [B, Q], and how many of them count [B]."""
-    return queries[:, :, :count], tokens[:, :count], jnp.minimum(num_queries, count)
+    queries: jax.Array, tokens: jax.Array, num_queries: jax.Array, hidden: jax.Array, count: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The first `count` of each row's queries and tokens, how many of them count [B], and their hidden states."""
+    return queries[:, :, :count], tokens[:, :count], jnp.minimum(num_queries, count), hidden[:, :count]
 
 
 @jax.jit
@@ -171,12 +175,16 @@ def window_queries(
 
 
 def _collect(
-    queries: Sequence[jax.Array | tuple[jax.Array, ...]], tokens: Sequence[jax.Array], eos: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Q steps' queries and tokens [B] -> queries [L, B, Q, N, H], tokens [B, Q], and how many queries count [B]."""
+    queries: Sequence[jax.Array | tuple[jax.Array, ...]],
+    tokens: Sequence[jax.Array],
+    hidden: Sequence[jax.Array],
+    eos: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Q steps' queries, tokens [B] and hidden states [B, E] -> queries [L, B, Q, N, H], tokens [B, Q], how many queries
+    count [B], hidden states [B, Q, E]."""
     stacked = jnp.stack([jnp.stack(q) if isinstance(q, tuple) else q for q in queries], axis=2)
     out = jnp.stack(tokens, axis=1)
     ended = (out[:, :, None] == eos[:, None]).any(-1)
     # Queries after the first end of sequence do not count; the one that produced it does.
     before = jnp.cumsum(ended, axis=1) - ended == 0
-    return stacked, out, before.sum(axis=1, dtype=jnp.int32)
+    return stacked, out, before.sum(axis=1, dtype=jnp.int32), jnp.stack(hidden, axis=1)

@@ -1,10 +1,11 @@
-"""Keep rate "auto": how many chunks the scores ask for, against slow versions in exact arithmetic."""
+"""Keep rate "auto": how many chunks suffice, or the scores ask for, against slow versions."""
 
 import math
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from agreement import assert_greedy, prompt_of
@@ -13,19 +14,19 @@ from hypothesis import strategies as st
 from test_isolation import Compilations
 
 from specprefill_jax import SamplingParams, SpecPrefillConfig, selecting
-from specprefill_jax.adaptive import chunk_masses, chunks_for_share, normalised_entropy
+from specprefill_jax.adaptive import chunk_masses, chunks_for_share
+from specprefill_jax.cache import KVCache
 from specprefill_jax.errors import ArgumentError, SpecPrefillError
-from specprefill_jax.planning import Reason, budget, plan
+from specprefill_jax.planning import budget, plan
 from specprefill_jax.selection import Selection
 
 property_test = partial(settings, deadline=None)
 OPEN = {"min_prompt_tokens": 0, "min_predicted_gain": 0.0, "tail_tokens": 1}
-NO_GATE = {**OPEN, "max_entropy": 1.0}
 SIXTEENTHS = st.integers(1, 16).map(lambda n: n / 16)  # sums and products of these and of small integers are exact
 
 
 def auto(**changes) -> SpecPrefillConfig:
-    return SpecPrefillConfig("auto", **{**NO_GATE, **changes})
+    return SpecPrefillConfig("auto", **{**OPEN, **changes})
 
 
 def scored(scores, tokens: int, config: SpecPrefillConfig, spans=()) -> Selection:
@@ -122,29 +123,6 @@ def test_a_larger_share_keeps_all_that_a_smaller_one_does(case, data):
     assert (masks[1] >= masks[0]).all()
 
 
-@pytest.mark.parametrize(
-    ("masses", "entropy"),
-    [
-        ([1.0, 1.0, 2.0], (math.log(4) / 2 + math.log(2) / 2) / math.log(3)),
-        ([0.0, 7.0, 0.0, 0.0], 0.0),
-        ([3.0, 3.0, 0.0, 0.0], 0.5),
-        ([1e-30] * 7, 1.0),
-        ([0.0, 0.0], 1.0),
-        ([5.0], 1.0),
-    ],
-)
-def test_entropy(masses, entropy):
-    assert normalised_entropy(np.array(masses)) == pytest.approx(entropy, abs=1e-12)
-
-
-@property_test(max_examples=60)
-@given(st.lists(st.floats(0, 1e6), min_size=2, max_size=50))
-def test_entropy_is_a_share_and_knows_no_order(masses):
-    entropy = normalised_entropy(np.array(masses))
-    assert 0.0 <= entropy <= 1.0
-    assert normalised_entropy(np.array(masses[::-1])) == pytest.approx(entropy, abs=1e-9)
-
-
 def test_masses_count_the_tokens_of_a_short_last_chunk():
     assert chunk_masses(np.array([2.0, 1.0, 4.0], np.float32), 9, 4).tolist() == [8.0, 4.0, 4.0]
     assert [chunks_for_share(np.array([4.0, 3.0, 2.0, 1.0]), share) for share in (0.4, 0.41, 0.7, 0.9, 0.91, 1.0)] == [
@@ -177,23 +155,60 @@ def test_all_equal_and_one_hot_scores(scores, changes, kept):
 
 
 @pytest.mark.parametrize(
-    ("scores", "gate", "dense"),
-    [(FLAT, 0.95, True), (np.zeros(20), 0.95, True), (FLAT, 1.0, False), (ONE_HOT, 0.0, False), (ONE_HOT, 0.95, False)],
+    ("least", "most", "rungs"),
+    [
+        (1, 1, (1,)),
+        (1, 2, (1, 2)),
+        (3, 3, (3,)),
+        (3, 5, (3, 5)),
+        (3, 6, (3, 6)),
+        (3, 7, (3, 6, 7)),
+        (1, 9, (1, 2, 4, 8, 9)),
+    ],
 )
-def test_flat_scores_have_the_prompt_read_whole(scores, gate, dense):
-    config = auto(chunk_size=4, max_entropy=gate)
-    selection = scored(scores, 78, config).adapt(config, predicted_gain=lambda kept: kept / 100)
-    assert selection.engaged != dense
-    assert selection.reason == (Reason.INFORMATION_DENSE if dense else Reason.ENGAGED)
-    assert selection.chunk_scores.tolist() == list(scores)
+def test_rungs_double(least, most, rungs):
+    decision = replace(plan(78, auto(chunk_size=4)), least_chunks=least).keep(most)
+    assert decision.rungs == rungs
+    assert replace(decision, least_chunks=None).rungs == ()
+
+
+def tried(moved: list[float], config: SpecPrefillConfig) -> Selection:
+    """A selection of 20 chunks whose rungs, 3, 6 and 10 chunks, were tried."""
+    before = scored(np.arange(20.0), 78, config)
+    assert before.plan.rungs == (3, 6, 10)
+    found = dict(zip(before.plan.rungs, map(np.float32, moved), strict=True))
+    return Selection(
+        before.plan, choice=before.choice, chunk_scores=before.chunk_scores, divergences=found, prompt=np.arange(78)
+    )
+
+
+@pytest.mark.parametrize(
+    ("moved", "kept"),
+    [
+        ([0.25, 0.1, 0.0], 3),
+        ([0.2501, 0.1, 0.0], 6),
+        ([1.0, 0.5, 0.25], 10),
+        ([1.0, 0.1, 0.5], 6),  # more read is not always more alike
+        ([1.0, 0.5, 0.2501], None),
+        ([math.nan, math.nan, math.nan], None),
+        ([math.nan, 0.1, math.inf], 6),
+    ],
+)
+def test_the_fewest_that_leave_the_predictions_alone(moved, kept):
+    config = auto(chunk_size=4, max_divergence=0.25)
+    selection = tried(moved, config).adapt(config, predicted_gain=lambda kept: kept / 100)
     assert selection.plan.predicted_gain == selection.num_kept / 100
-    if dense:
-        assert selection.kept_indices.tolist() == list(range(78))
-        assert (selection.keep_rate, selection.kept_chunks, selection.num_kept) == (1.0, 20, 78)
-        assert selection.detail == "entropy of the scores 1.000, above 0.95"
-        # Where it cannot be read whole, as much as may be is read.
-        part = scored(scores, 78, config).adapt(config, whole_fits=False)
-        assert (part.reason, part.kept_chunks) == ("engaged", 10)
+    np.testing.assert_array_equal(list(selection.divergences.values()), np.float32(moved))
+    if kept is not None:
+        assert (selection.reason, selection.kept_chunks) == ("engaged", kept)
+        # the forced first and last, and those of highest score
+        assert np.flatnonzero(selection.kept_chunk_mask).tolist() == [0, *range(21 - kept, 20)]
+        return
+    assert (selection.reason, selection.keep_rate, selection.num_kept) == ("information_dense", 1.0, 78)
+    assert selection.detail == f"predictions move by {moved[-1]:.3f} nats with 10 of 20 chunks, above 0.25"
+    # Where it cannot be read whole, as much as may be is read.
+    part = tried(moved, config).adapt(config, whole_fits=False)
+    assert (part.reason, part.kept_chunks) == ("engaged", 10)
 
 
 @pytest.mark.parametrize("tokens", [1, 31, 32, 33, 64, 65, 96])
@@ -224,7 +239,7 @@ def test_the_plan_is_of_the_most_that_may_be_kept():
 
 
 def test_a_fixed_rate_is_left_alone():
-    config = SpecPrefillConfig(0.3, **NO_GATE, chunk_size=4)
+    config = SpecPrefillConfig(0.3, **OPEN, chunk_size=4)
     selection = scored(ONE_HOT, 78, config)
     assert selection.adapt(config) is selection
     assert selection.plan.least_chunks is None
@@ -248,21 +263,84 @@ GREEDY = SamplingParams(max_tokens=5, ignore_eos=True)
 PRODUCT = {**OPEN, "chunk_size": 8, "tail_tokens": 9, "eos_token_ids": ()}
 
 
+ANY, NONE = 1e9, 0.0
+"""Limits that every rung, and none, is within."""
+
+
 def tiny_auto(**changes) -> SpecPrefillConfig:
-    return SpecPrefillConfig("auto", **{**PRODUCT, "max_entropy": 1.0, **changes})
+    return SpecPrefillConfig("auto", **{**PRODUCT, **changes})
+
+
+def divergence(pair, ids, kept, tokens) -> float:
+    """The slow way: the kept slots of the speculator's cache one by one, then its look-ahead token by token."""
+    model, logits = pair.speculator.model, []
+    for slots in (range(len(ids)), kept):
+        cache = pair.speculator.read(ids, 1, ()).cache
+        k, v = np.zeros(cache.k.shape, np.float32), np.zeros(cache.v.shape, np.float32)
+        for to, slot in enumerate(slots):
+            k[:, 0, :, to], v[:, 0, :, to] = cache.k[:, 0, :, slot], cache.v[:, 0, :, slot]
+        cache = KVCache(jnp.asarray(k), jnp.asarray(v), cache.positions)
+        own = []
+        for i, token in enumerate([ids[-1], *tokens[:-1]]):
+            at, start, row = (np.array([x], np.int32) for x in (len(ids) - 1 + i, len(slots) - 1 + i, 0))
+            step = model.step(np.array([[token]], np.int32), at[None], cache, start, row)
+            cache = step.cache
+            own.append(np.asarray(model.logits(model.weights, step.hidden)[0], np.float64))
+        logits.append(own)
+    whole, part = (own - np.log(np.exp(own).sum(1, keepdims=True)) for own in map(np.array, logits))
+    return float((np.exp(whole) * (whole - part)).sum(1).mean())
+
+
+@pytest.mark.parametrize("length", [97, 128, 130])
+@pytest.mark.parametrize("ends", [(), "third"])
+def test_divergences_equal_the_slow_version(tiny, length, ends):
+    ids = prompt_of(length)
+    if ends:
+        ends = (tiny.select(ids, tiny_auto()).look_ahead_tokens[2],)
+    config = tiny_auto(eos_token_ids=ends, max_keep_rate=0.8)
+    selection = tiny.select(ids, config)
+    tokens = selection.look_ahead_tokens
+    assert len(tokens) == (8 if not ends else tokens.index(ends[0]) + 1)
+    assert len(selection.divergences) == 3
+    for chunks, found in selection.divergences.items():
+        kept = tiny.select(ids, replace(config, keep_rate=chunks / selection.num_chunks - 1e-6)).kept_indices
+        assert len(kept) < chunks * 8 <= len(kept) + 8 or length == 128
+        assert found == pytest.approx(divergence(tiny, ids, kept.tolist(), tokens), rel=2e-3, abs=1e-5)
+
+
+def test_a_pair_keeps_the_fewest_that_suffice(tiny, reference):
+    ids = prompt_of(130)
+    found = tiny.select(ids, tiny_auto()).divergences
+    assert list(found) == [4, 8, 9]
+    for limit in (found[4], found[8], found[9], min(found.values()) / 2):
+        config = tiny_auto(max_divergence=limit)
+        wanted = next((chunks for chunks, moved in found.items() if moved <= limit), 17)
+        output = tiny.generate(ids, GREEDY, config)
+        assert output.selection.kept_chunks == wanted
+        assert output.selection.reason == ("engaged" if wanted < 17 else "information_dense")
+        assert output.timings.tokens["main_prefill"] == output.selection.num_kept
+        kept = output.selection.kept_indices.tolist()
+        assert_greedy(output.token_ids, reference.logits_of(ids, kept, output.token_ids))
+
+
+def test_nothing_is_tried_without_a_look_ahead(tiny):
+    for changes in ({"look_ahead": 1}, {"query_window": 8}, {"keep_rate": 0.3}):
+        config = replace(tiny_auto(max_divergence=NONE), **changes)
+        selection = tiny.select(prompt_of(130), config)
+        assert (selection.reason, selection.divergences) == ("engaged", {})
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.45])
 def test_a_pair_keeps_what_its_scores_ask_for(tiny, reference, share):
-    ids, config = prompt_of(130), tiny_auto(importance_share=share)
+    ids, config = prompt_of(130), tiny_auto(importance_share=share, look_ahead=1)
     selection = tiny.select(ids, config)
-    scores = reference.choose(ids, chunk=8, rate="0.5").chunk_scores
+    scores = reference.choose(ids, look_ahead=1, chunk=8, rate="0.5").chunk_scores
     np.testing.assert_allclose(selection.chunk_scores, scores, rtol=1e-3, atol=1e-5)
     forced = set(selection.forced_chunks)
     assert forced == {0, 15, 16}
     kept = slow_kept(selection.chunk_scores, 130, 8, forced, share, 4, 9)
     assert np.flatnonzero(selection.kept_chunk_mask).tolist() == kept
-    assert selection.plan.predicted_gain == tiny.predictor.gain(130, 8, selection.num_kept)
+    assert selection.plan.predicted_gain == tiny.predictor.gain(130, 1, selection.num_kept)
     output = tiny.generate(ids, GREEDY, config)
     assert output.selection.to_dict() == selection.to_dict()
     assert output.timings.tokens["main_prefill"] == selection.num_kept
@@ -270,7 +348,7 @@ def test_a_pair_keeps_what_its_scores_ask_for(tiny, reference, share):
 
 
 def test_a_dense_prompt_is_read_whole_by_a_pair(tiny, reference):
-    ids, config = prompt_of(130), tiny_auto(max_entropy=0.0)
+    ids, config = prompt_of(130), tiny_auto(max_divergence=NONE)
     output = tiny.generate(ids, GREEDY, config)
     assert (output.selection.engaged, output.selection.reason) == (False, "information_dense")
     assert (output.selection.num_kept, output.selection.num_queries) == (130, 8)
@@ -280,8 +358,12 @@ def test_a_dense_prompt_is_read_whole_by_a_pair(tiny, reference):
 
 
 def test_rates_and_auto_from_one_speculation_equal_select(tiny):
-    ids, dense = prompt_of(130), tiny_auto(max_entropy=0.0)
-    for config, rates in ((tiny_auto(), ("auto", 0.5, "auto")), (tiny_auto(), (0.4, "auto")), (dense, ("auto", 0.4))):
+    ids, dense = prompt_of(130), tiny_auto(max_divergence=NONE)
+    any_number, scores = tiny_auto(max_divergence=ANY), tiny_auto(look_ahead=1)
+    for config, rates in (
+        (any_number, ("auto", 0.5, "auto")), (any_number, (0.4, "auto")), (dense, ("auto", 0.4)),
+        (scores, ("auto", 0.5, "auto")), (scores, (0.4, "auto")),
+    ):  # fmt: skip
         configs = [replace(config, keep_rate=rate) for rate in rates]
         for alike, selection in zip(configs, tiny.select_many(ids, configs), strict=True):
             alone = tiny.select(ids, alike)
@@ -304,9 +386,11 @@ def test_scores_that_are_not_finite_are_a_speculator_that_failed(tiny, monkeypat
 
 
 def test_nothing_is_compiled_after_a_warm_up_whatever_is_kept(tiny):
-    configs = [tiny_auto(importance_share=share, max_keep_rate=0.4) for share in (0.05, 0.15, 0.9)]
+    configs = [tiny_auto(max_divergence=limit, max_keep_rate=0.4) for limit in (NONE, ANY)]
+    configs += [tiny_auto(importance_share=share, look_ahead=1, max_keep_rate=0.4) for share in (0.05, 0.15, 0.9)]
     tiny.warm_up(130, configs[0], GREEDY)
+    tiny.warm_up(130, configs[2], GREEDY)
     with Compilations() as compiled:
         outputs = [tiny.generate(prompt_of(130), GREEDY, config) for config in configs]
     assert compiled.count == 0
-    assert len({output.selection.num_kept for output in outputs}) == 3
+    assert len({output.selection.num_kept for output in outputs}) == 4

@@ -16,7 +16,7 @@ from specprefill_jax.errors import ArgumentError, SpecPrefillError
 from specprefill_jax.models.checkpoint import open_checkpoint
 
 SHAPE = shape_of(open_checkpoint(SPECULATOR).config)
-SETTINGS = {"query_window": 16, "scoring_heads": [[0, 1], [1, 2]], "importance_share": 0.6, "max_entropy": 0.9}
+SETTINGS = {"query_window": 16, "scoring_heads": [[0, 1], [1, 2]], "importance_share": 0.6, "max_divergence": 0.2}
 CARD = PairCard("tiny-main", "tiny-draft", 2, SETTINGS, SHAPE, [{"recall": 0.5}], {"date": "today"})
 CONFIG = SpecPrefillConfig(0.5, chunk_size=8, tail_tokens=1, min_prompt_tokens=0, min_predicted_gain=0.0)
 
@@ -30,10 +30,10 @@ def test_round_trip(tmp_path):
 def test_settings_take_the_place_of_defaults_alone():
     settled = CARD.settle(SpecPrefillConfig())
     assert (settled.query_window, settled.scoring_heads) == (16, ((0, 1), (1, 2)))
-    assert (settled.importance_share, settled.max_entropy) == (0.6, 0.9)
+    assert (settled.importance_share, settled.max_divergence) == (0.6, 0.2)
     assert CARD.settle(settled) == settled
     own = SpecPrefillConfig("auto", scoring_heads=((0, 0),), importance_share=0.3, tail_tokens=9)
-    assert CARD.settle(own) == replace(own, query_window=16, max_entropy=0.9)
+    assert CARD.settle(own) == replace(own, query_window=16, max_divergence=0.2)
     # Whoever looks ahead, or has a window, is not given the card's.
     for queries in ({"look_ahead": 4}, {"query_window": 5}):
         settled = CARD.settle(SpecPrefillConfig(**queries))

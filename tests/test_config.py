@@ -41,7 +41,7 @@ CONFIG = [
     *[("max_keep_rate", value, RATE) for value in (0.0, 2, None)],
     ("min_keep_rate", 0.6, "at most max_keep_rate, 0.5"),
     *[("ttft_budget_ms", value, "None, or a finite number above 0") for value in (0, -1.0, math.inf, math.nan, "9")],
-    *[("max_entropy", value, "a number from 0 to 1") for value in (-0.1, 1.01, math.nan, "1", False)],
+    *[("max_divergence", value, "a finite number of at least 0") for value in (-0.1, math.inf, math.nan, "1", False)],
 ]
 
 SAMPLING = [
@@ -92,7 +92,7 @@ def test_defaults():
     assert dataclasses.asdict(SpecPrefillConfig()) == {
         "keep_rate": 0.3, "look_ahead": None, "pool_width": 13, "chunk_size": 32, "eos_token_ids": None,
         "mode": "product", "tail_tokens": 64, "forced_spans": (), "min_prompt_tokens": 512, "min_predicted_gain": 1.1,
-        "enabled": True, "importance_share": 0.4, "min_keep_rate": 0.05, "max_keep_rate": 0.5, "max_entropy": 0.97,
+        "enabled": True, "max_divergence": 0.05, "importance_share": 0.4, "min_keep_rate": 0.05, "max_keep_rate": 0.5,
         "ttft_budget_ms": None, "query_window": 0, "scoring_heads": (),
     }  # fmt: skip
     assert dataclasses.asdict(SamplingParams()) == {
@@ -163,7 +163,7 @@ def test_sampling_edges_pass(name, value):
 
 def test_an_adaptive_rate_is_not_the_papers():
     assert SpecPrefillConfig("auto").keep_rate == "auto"
-    assert SpecPrefillConfig("auto", min_keep_rate=0.5, max_keep_rate=0.5, max_entropy=0).max_entropy == 0.0
+    assert SpecPrefillConfig("auto", min_keep_rate=0.5, max_keep_rate=0.5, max_divergence=0).max_divergence == 0.0
     message = r"^keep_rate='auto' is not allowed: keep_rate must be a number in paper mode, whose budget is fixed$"
     with pytest.raises(ArgumentError, match=message):
         SpecPrefillConfig.paper("auto")

@@ -100,7 +100,8 @@ def test_a_dense_prompt_is_read_whole_only_if_there_is_time():
         decision = plan(400, config, prediction=clock())
         assert (decision.kept_chunks, decision.least_chunks) == (50, 5)
         choice = Selection.of_chunks(ids, range(50), chunk_size=4).choice
-        selection = Selection(decision, choice=choice, chunk_scores=scores, prompt=ids)
+        moved = dict.fromkeys(decision.rungs, 1.0)
+        selection = Selection(decision, choice=choice, chunk_scores=scores, divergences=moved, prompt=ids)
         adapted = selection.adapt(config, prediction=clock())
         assert (adapted.reason, adapted.plan.predicted_ttft_ms) == (reason, milliseconds)
         assert not adapted.plan.over_budget
@@ -126,7 +127,7 @@ def test_a_pair_reads_what_there_is_time_for(timed):
     )
     limit = 1000 * seconds(kept_tokens=100).total
     for rate, kept in ((0.9, 100), (0.2, 60), ("auto", None)):
-        config = SpecPrefillConfig(rate, **OPEN, ttft_budget_ms=limit, importance_share=1.0, max_entropy=1.0)
+        config = SpecPrefillConfig(rate, **OPEN, ttft_budget_ms=limit, max_divergence=0.0)
         output = timed.generate(ids, GREEDY, config)
         told = output.selection.to_dict()
         assert told["num_kept"] == (kept or 100)

@@ -25,6 +25,7 @@ from specprefill_jax.planning import Plan, num_chunks
 from specprefill_jax.prefill import later
 from specprefill_jax.sampling import SamplingArrays, mark_seen, sample, token_logprobs
 from specprefill_jax.scoring import score_and_choose
+from specprefill_jax.self_check import SelfCheck
 from specprefill_jax.speculative import check_proposals
 from specprefill_jax.speculator import LookAhead, Speculator, window_queries
 
@@ -125,7 +126,8 @@ class Runner:
         self._last_tokens = jax.jit(lambda state, rows: state.tokens[rows][:, None])
         self._fill_seen = jax.jit(_fill_seen, donate_argnames="state")
         self._join = jax.jit(_join)
-        self._keys = jax.jit(_keys)
+        self._contiguous = jax.jit(_contiguous)
+        self.self_check = SelfCheck(speculator.model, kernels)
         self.cache: Any
         self.draft_cache: Any
         self.state: Any
@@ -184,16 +186,24 @@ class Runner:
         at = np.array([*lengths, *[0] * extra], np.int32)
         if self.window:
             found, generated, counted = window_queries(queries, at)
-            return LookAhead(found, None, generated, counted)
+            return LookAhead(found, None, generated, counted, hidden)
         step = Step(hidden, queries, self.draft_cache.of(tables))
         ahead = self.speculator.look_ahead(step, at, [*ends, *[()] * extra], count)
         self.draft_cache = ahead.cache
         return ahead
 
     def score(
-        self, ahead: LookAhead, index: int, tokens: np.ndarray, pages: Sequence[int], plan: Plan, pool_width: int
-    ) -> tuple[jax.Array, ...]:
+        self,
+        ahead: LookAhead,
+        index: int,
+        tokens: np.ndarray,
+        pages: Sequence[int],
+        plan: Plan,
+        pool_width: int,
+    ) -> tuple[Any, ...]:
         """Importance, chunk scores, choice, number of queries and tokens of the prompt in row `index` of a look-ahead.
+
+        And a list of what `SelfCheck` finds for each of the plan's `rungs`; an empty one where it cannot tell.
 
         Args:
             ahead: of `look_ahead`.
@@ -203,22 +213,29 @@ class Runner:
             plan: what is to be chosen.
             pool_width: of the settings.
         """
+        check = bool(plan.rungs) and not self.window and ahead.tokens.shape[1] > 1
         size = _up(self.sizes, len(tokens))
         table = np.zeros(size // PAGE, np.int32)
         table[: min(len(pages), len(table))] = pages[: len(table)]
-        k = self._keys(self.draft_cache.k, self.draft.put(table))
+        at = self.draft.put(table)
+        k = self._contiguous(self.draft_cache.k, at)
         none = jnp.zeros((0,), k.dtype)
-        queries, generated, count = _row(ahead.queries, ahead.tokens, ahead.num_queries, np.int32(index))
-        row = LookAhead(queries, KVCache(k, none, none), generated, count)
-        ids = np.zeros((1, size), np.int32)
+        v = self._contiguous(self.draft_cache.v, at) if check else none
+        queries, generated, count, hidden = _row(
+            ahead.queries, ahead.tokens, ahead.num_queries, ahead.hidden, np.int32(index)
+        )
+        row = LookAhead(queries, KVCache(k, v, none), generated, count, hidden)
+        ids, length = np.zeros((1, size), np.int32), np.full((1,), len(tokens), np.int32)
         ids[0, : len(tokens)] = tokens
         chunk = min(plan.chunk_size, size)
-        return score_and_choose(
+        forced = plan.forced_mask(num_chunks(size, chunk))[None]
+        chunks = np.full((1,), plan.num_chunks, np.int32)
+        found = score_and_choose(
             row,
             ids,
-            np.full((1,), len(tokens), np.int32),
-            plan.forced_mask(num_chunks(size, chunk))[None],
-            np.full((1,), plan.num_chunks, np.int32),
+            length,
+            forced,
+            chunks,
             np.full((1,), plan.kept_chunks, np.int32),
             size=size,
             pool_width=pool_width,
@@ -229,6 +246,12 @@ class Runner:
             backend=self.kernels,
             mesh=self.draft.mesh,
         )
+        if not check:
+            return *found, []
+        moved = self.self_check.divergences(
+            row, found[1], ids, length, forced, chunks, plan.rungs, chunk_size=chunk, size=size
+        )
+        return *found, moved
 
     def prefill(self, tokens: np.ndarray, positions: np.ndarray, start: int, pages: Sequence[int]) -> jax.Array:
         """The main model reads `tokens` [T] at `positions` into slots from `start` on, a multiple of PAGE.
@@ -447,8 +470,8 @@ def _join(steps: Sequence[tuple[jax.Array, Any]]) -> tuple[jax.Array, Any]:
     return hidden, jax.tree.map(lambda *rows: jnp.concatenate(rows, axis), *(queries for _, queries in steps))
 
 
-def _keys(pages: jax.Array, table: jax.Array) -> jax.Array:
-    """One prompt's keys out of their pages: [K, L, P, PAGE, H] -> [L, 1, K, S, H]."""
+def _contiguous(pages: jax.Array, table: jax.Array) -> jax.Array:
+    """One prompt's keys or values out of their pages: [K, L, P, PAGE, H] -> [L, 1, K, S, H]."""
     heads, layers, _, _, size = pages.shape
     # [K, L, W, PAGE, H] -> [K, L, S, H]
     found = pages[:, :, table].reshape(heads, layers, -1, size)
@@ -457,11 +480,12 @@ def _keys(pages: jax.Array, table: jax.Array) -> jax.Array:
 
 @jax.jit
 def _row(
-    queries: jax.Array, tokens: jax.Array, count: jax.Array, index: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    queries: jax.Array, tokens: jax.Array, count: jax.Array, hidden: jax.Array, index: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """One prompt of a batch's look-ahead."""
     queries = lax.dynamic_slice_in_dim(queries, index, 1, axis=1)
-    return queries, lax.dynamic_slice_in_dim(tokens, index, 1), lax.dynamic_slice_in_dim(count, index, 1)
+    tokens, count, hidden = (lax.dynamic_slice_in_dim(rows, index, 1) for rows in (tokens, count, hidden))
+    return queries, tokens, count, hidden
 
 
 def _lengths(chunk: int) -> list[int]:

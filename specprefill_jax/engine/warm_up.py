@@ -74,11 +74,11 @@ def _jobs(runner: Runner, look_aheads: Sequence[int], pool_width: int, chunk_siz
         def look_ahead(rows: int, count: int = count, found: list[LookAhead] = found) -> LookAhead:
             ahead = runner.look_ahead(steps * rows, [0] * rows, [()] * rows, [()] * rows, count)
             found[:] = [ahead]
-            return LookAhead(ahead.queries, None, ahead.tokens, ahead.num_queries)
+            return LookAhead(ahead.queries, None, ahead.tokens, ahead.num_queries, ahead.hidden)
 
         def score(size: int, found: list[LookAhead] = found) -> Any:
             chunks = num_chunks(size, chunk_size)
-            plan = Plan(True, Reason.ENGAGED, size, chunk_size, chunks, 1, (), size, size)
+            plan = Plan(True, Reason.ENGAGED, size, chunk_size, chunks, 1, (), size, size, least_chunks=1)
             return runner.score(found[0], 0, np.zeros(size, np.int32), (), plan, pool_width)
 
         for rows in runner.look_ahead_rows:

@@ -4,7 +4,7 @@
     p1, p1_full           the paper's method at keep rate 0.1, in its settings "SpecPrefill" and "Full"
     p1_full_lah8          "Full LAH": with 8 look-ahead queries
     product_p3_lah8       product mode at keep rate 0.3
-    product_auto          as much as a prompt's scores ask for
+    product_auto          as much as the speculator's check of itself asks for
     product_p3_win32      scored by the prompt's own last 32 tokens, without a look-ahead
     random_p1             a baseline (`baselines.BASELINES`) at keep rate 0.1
 

@@ -170,10 +170,10 @@ class SpecPrefillOptions(Body):
     tail_tokens: int | None = None
     min_prompt_tokens: int | None = None
     min_predicted_gain: float | None = None
+    max_divergence: float | None = None
     importance_share: float | None = None
     min_keep_rate: float | None = None
     max_keep_rate: float | None = None
-    max_entropy: float | None = None
     ttft_budget_ms: float | None = None
     query_window: int | None = None
     draft_tokens: Annotated[int, Field(ge=0)] | None = None

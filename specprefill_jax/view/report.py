@@ -18,7 +18,7 @@ REASONS: Mapping[Reason, str] = MappingProxyType(
         Reason.NOTHING_TO_DROP: "the budget covers every chunk",
         Reason.FORCED_COVER_BUDGET: "what is always kept fills the budget",
         Reason.LOW_PREDICTED_GAIN: "the cost model predicts too little gain",
-        Reason.INFORMATION_DENSE: "all parts of the prompt matter alike",
+        Reason.INFORMATION_DENSE: "no part of the prompt could be left out",
         Reason.SPECULATOR_FAILED: "the speculator failed",
     }
 )

@@ -177,17 +177,25 @@ def test_the_same_prompt_is_not_speculated_twice(bench, monkeypatch):
 
 def test_each_prompt_keeps_what_its_scores_ask_for(bench, monkeypatch):
     """Keep rate "auto": more of one prompt than of another, whole where all parts matter alike, and remembered."""
-    adaptive = replace(SPARSE, keep_rate="auto", max_entropy=1.0, max_keep_rate=0.9)
-    dense = replace(adaptive, max_entropy=0.0)
-    shares = [replace(adaptive, importance_share=share) for share in (0.05, 0.5, 0.8)]
-    listeners = bench.ask(*(bench.request(prompt_of(300), greedy(4), config) for config in (*shares, dense, dense)))
+    adaptive = replace(SPARSE, keep_rate="auto", max_keep_rate=0.9)
+    dense = replace(adaptive, max_divergence=0.0)
+    shares = [replace(adaptive, look_ahead=1, importance_share=share) for share in (0.05, 0.5, 0.8)]
+    found = bench.alone(bench.request(prompt_of(300), greedy(4), dense)).selection.divergences
+    assert list(found) == [3, 6, 9]
+    some = replace(adaptive, max_divergence=max(found[6], found[9]) + 1e-4)  # the engine's are not the same to the bit
+    assert found[3] > some.max_divergence + 1e-3
+    configs = (*shares, some, dense, dense)
+    listeners = bench.ask(*(bench.request(prompt_of(300), greedy(4), config) for config in configs))
     for listener in listeners:
         bench.check(listener)
     kept = [listener.finished.selection.num_kept for listener in listeners]
-    assert kept[0] < kept[1] < kept[2] < kept[3] == kept[4] == 300
-    reasons = [listener.finished.selection.reason for listener in listeners]
-    assert reasons == [*[Reason.ENGAGED] * 3, *[Reason.INFORMATION_DENSE] * 2]
-    assert [listener.finished.timings.tokens.get("speculate") for listener in listeners] == [300] * 5
+    assert kept[0] < kept[1] < kept[2] < kept[4] == kept[5] == 300
+    selections = [listener.finished.selection for listener in listeners]
+    assert [selection.reason for selection in selections] == [*[Reason.ENGAGED] * 4, *[Reason.INFORMATION_DENSE] * 2]
+    assert selections[3].kept_chunks == 6
+    for selection in selections[3:]:
+        assert selection.divergences == pytest.approx(found, abs=5e-5)
+    assert [listener.finished.timings.tokens.get("speculate") for listener in listeners] == [300] * 6
     # Where the cache could not hold it whole, as much is read as may be.
     bench.forget()
     monkeypatch.setattr(bench.runner, "num_pages", 10)

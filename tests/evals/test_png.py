@@ -7,11 +7,11 @@ from functools import partial
 
 import pytest
 import resvg_py
+from script_modules import load_script
 
 from specprefill_jax.errors import SpecPrefillError
 from specprefill_jax.evals.png import to_png
 from specprefill_jax.view.plot import COLOURS, HEIGHT, LEFT, RIGHT, TOP, WIDTH, curve, page
-from script_modules import load_script
 
 WITHOUT_FONTS = partial(resvg_py.svg_to_bytes, skip_system_fonts=True)
 

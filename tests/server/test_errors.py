@@ -61,7 +61,7 @@ def check(answer, status, message="", param=None, code=None):
         ({"specprefill": {"keep_rate": "auto", "mode": "paper"}}, "a number in paper mode", "specprefill.keep_rate"),
         ({"specprefill": {"max_keep_rate": 0.01}}, "at most max_keep_rate, 0.01", "specprefill.min_keep_rate"),
         ({"specprefill": {"ttft_budget_ms": 0}}, "ttft_budget_ms=0", "specprefill.ttft_budget_ms"),
-        ({"specprefill": {"max_entropy": 2}}, "a number from 0 to 1", "specprefill.max_entropy"),
+        ({"specprefill": {"max_divergence": -1}}, "a finite number of at least 0", "specprefill.max_divergence"),
         ({"specprefill": {"pool_width": 2}}, "odd", "specprefill.pool_width"),
         ({"specprefill": {"enabled": 1}}, "specprefill.enabled=1", "specprefill.enabled"),
         ({"specprefill": {"mode": "fast"}}, "specprefill.mode='fast'", "specprefill.mode"),

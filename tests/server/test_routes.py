@@ -162,7 +162,7 @@ class TestSpecPrefill:
             "importance_share": 0.7,
             "min_keep_rate": 0.1,
             "max_keep_rate": 0.9,
-            "max_entropy": 1,
+            "max_divergence": 1,
             "ttft_budget_ms": 5,
         }
         ask(extra_body={"specprefill": given})

@@ -21,7 +21,7 @@
     nothing_to_drop: "the budget covers every chunk",
     forced_cover_budget: "what is always kept fills the budget",
     low_predicted_gain: "the cost model predicts too little gain",
-    information_dense: "all parts of the prompt matter alike",
+    information_dense: "no part of the prompt could be left out",
     speculator_failed: "the speculator failed",
   };
   const PHASES = {
