@@ -1,6 +1,6 @@
 """Asks a model every sample in every setting and keeps what came out; stop it anywhere, run it again, and it goes on.
 
-A prompt is tokenised once, and speculated once for all keep rates and look-aheads.
+A prompt is tokenised once, and speculated once for all keep rates and look-aheads, in paper and in product mode.
 """
 
 import hashlib
@@ -100,7 +100,7 @@ def _groups(settings: Sequence[Setting]) -> list[list[Setting]]:
     """The settings in order, those that a speculator chooses for together, where the first of them is."""
     groups: dict[str, list[Setting]] = {}
     for setting in settings:
-        shared = setting.name if setting.config is None else f"speculated, {setting.method}"
+        shared = setting.name if setting.config is None else "speculated"
         groups.setdefault(shared, []).append(setting)
     return list(groups.values())
 

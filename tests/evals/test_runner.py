@@ -84,6 +84,15 @@ def test_rows(tmp_path):
     assert json.loads((tmp_path / "results" / "rows.about.json").read_text()) == ABOUT
 
 
+def test_paper_and_product_mode_share_a_speculation(tmp_path):
+    names = ["product_p3_lah8", "p1_full_lah8", "dense", "product_auto", "p3", "product_p3_win32"]
+    model = Answering()
+    run_into(tmp_path / "rows.jsonl", samples_of(2), model, settings=[parse_setting(name) for name in names])
+    assert (model.speculated, model.answered) == (2, 12)
+    together = [*names[:2], *names[3:], "dense"]
+    assert [row["setting"] for row in read_rows(tmp_path / "rows.jsonl")] == together * 2
+
+
 def test_nothing_is_done_twice(tmp_path):
     path, model = tmp_path / "rows.jsonl", Answering()
     run_into(path, samples_of(2), settings=SETTINGS[:2])
