@@ -210,6 +210,7 @@ def _answered(
         "kept": spans(what.kept_indices),
         "reason": str(what.reason),
         "detail": what.detail,
+        **({"divergences": what.divergences} if what.divergences else {}),
         "output": text,
         "num_generated": len(output.token_ids),
         "finish_reason": output.finish_reason,
