@@ -72,9 +72,11 @@ def read(folder: Path) -> Results:
             results.first_tokens[file.stem] = found
         elif isinstance(found, dict) and isinstance(found.get("max_rates"), list):
             results.rates[file.stem] = found
-    files = sorted(folder.glob("*.jsonl"))
+    files = sorted([*folder.glob("*.jsonl"), *folder.glob("*.jsonl.gz")])
     if not (files or results.first_tokens or results.rates):
-        raise argument_error("results", str(folder), "a folder with files of rows (*.jsonl) or times (*.json)")
+        raise argument_error(
+            "results", str(folder), "a folder with files of rows (*.jsonl, .gz or not) or times (*.json)"
+        )
     for file in files:
         for row in read_rows(file):
             if row.get("kind") == recall.KIND:

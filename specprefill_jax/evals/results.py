@@ -1,8 +1,10 @@
 """A file of results: JSON lines that are only ever added to, and survive being cut off at any byte."""
 
 import fcntl
+import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -26,19 +28,22 @@ def row_key(row: Mapping[str, Any]) -> str:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file one by one; a last line that was cut off is passed over.
+    """Yield the rows of a file one by one, of a .gz as well; a last line that was cut off is passed over.
 
     Raises:
-        SpecPrefillError: a line before the last is no JSON object.
+        SpecPrefillError: a line before the last is no JSON object, or a .gz is damaged.
     """
-    for row, _ in _rows(path):
-        yield row
+    try:
+        for row, _ in _rows(path):
+            yield row
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise SpecPrefillError(f"{path}: not a whole gzip file: {error}") from error
 
 
 def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     """The rows, each with the offset of its end in the file."""
     end, bad = 0, 0
-    with path.open("rb") as lines:
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if bad:
                 raise SpecPrefillError(f"{path}, line {bad}: not a JSON object, and not the last line")

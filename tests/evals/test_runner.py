@@ -1,5 +1,6 @@
 """The runner: rows, what is shared between settings, and that no interruption shows in the file."""
 
+import gzip
 import hashlib
 import json
 import os
@@ -82,6 +83,18 @@ def test_rows(tmp_path):
     assert rows[6]["prompt_sha256"] != dense["prompt_sha256"]
     assert [row["num_kept"] for row in rows[4:6]] == [36, 36]
     assert json.loads((tmp_path / "results" / "rows.about.json").read_text()) == ABOUT
+
+
+def test_packed_rows_are_read_as_they_are(tmp_path):
+    path, packed = tmp_path / "rows.jsonl", tmp_path / "rows.jsonl.gz"
+    run_into(path, samples_of(2))
+    whole = gzip.compress(path.read_bytes())
+    packed.write_bytes(whole)
+    assert list(read_rows(packed)) == list(read_rows(path))
+    for damaged in (whole[:-9], b"no gzip", whole[:60] + b"\0" * 40 + whole[100:]):
+        packed.write_bytes(damaged)
+        with pytest.raises(SpecPrefillError, match=r"rows\.jsonl\.gz: not a whole gzip file"):
+            list(read_rows(packed))
 
 
 def test_paper_and_product_mode_share_a_speculation(tmp_path):
