@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -90,10 +91,15 @@ def check_meshes():
     some = SpecPrefillConfig(
         0.5, chunk_size=8, tail_tokens=1, min_prompt_tokens=0, min_predicted_gain=0, scoring_heads=((0, 3), (2, 1))
     )
-    split, whole = (pair.select(ids, some) for pair in (free, load_tiny(mesh=make_mesh(1))))
+    one = load_tiny(mesh=make_mesh(1))
+    split, whole = (pair.select(ids, some) for pair in (free, one))
     assert free.selector.check_heads(some) != some.scoring_heads
     np.testing.assert_allclose(split.importance, whole.importance, rtol=1e-4, atol=1e-7)
     np.testing.assert_array_equal(split.kept_indices, whole.kept_indices)
+    auto = replace(some, keep_rate="auto", scoring_heads=(), max_keep_rate=0.8)
+    split, whole = (pair.select(ids, auto).divergences for pair in (free, one))
+    assert list(whole) == [3, 4]
+    assert split == pytest.approx(whole, rel=1e-3, abs=1e-6)
     others = make_mesh(jax.devices()[6:])
     apart = load_tiny(mesh=make_mesh(4), speculator_mesh=others)
     assert (apart.main.mesh.size, apart.speculator.model.mesh) == (4, others)
