@@ -160,7 +160,7 @@ class SpecPrefillConfig:
     enabled: bool = True
     """False reads every prompt whole, in either mode."""
 
-    max_divergence: float = 0.05
+    max_divergence: float = 0.15
     """With keep_rate "auto" and a look-ahead of 2 or more: the fewest chunks are kept with which the speculator,
     attending to them alone, predicts its look-ahead tokens as it did from the whole prompt, within so many nats a token
     (`SelfCheck`). Prompts for which `max_keep_rate` does not suffice are read whole, as "information_dense". At least

@@ -92,7 +92,7 @@ def test_defaults():
     assert dataclasses.asdict(SpecPrefillConfig()) == {
         "keep_rate": 0.3, "look_ahead": None, "pool_width": 13, "chunk_size": 32, "eos_token_ids": None,
         "mode": "product", "tail_tokens": 64, "forced_spans": (), "min_prompt_tokens": 512, "min_predicted_gain": 1.1,
-        "enabled": True, "max_divergence": 0.05, "importance_share": 0.4, "min_keep_rate": 0.05, "max_keep_rate": 0.5,
+        "enabled": True, "max_divergence": 0.15, "importance_share": 0.4, "min_keep_rate": 0.05, "max_keep_rate": 0.5,
         "ttft_budget_ms": None, "query_window": 0, "scoring_heads": (),
     }  # fmt: skip
     assert dataclasses.asdict(SamplingParams()) == {
