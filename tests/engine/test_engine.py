@@ -446,8 +446,8 @@ def test_scores_that_are_not_finite(bench, monkeypatch):
     real = bench.runner.score
 
     def overflowed(*args):
-        importance, scores, choice, count, tokens = real(*args)
-        return importance, np.full(np.shape(scores), np.nan), choice._replace(ok=np.False_), count, tokens
+        importance, scores, choice, *others = real(*args)
+        return importance, np.full(np.shape(scores), np.nan), choice._replace(ok=np.False_), *others
 
     request = bench.request(prompt_of(300, 55), greedy(6))
     with monkeypatch.context() as patch:
