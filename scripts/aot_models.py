@@ -156,7 +156,8 @@ def lower(case: Case, chip: str, args: Args) -> tuple[LoadedLlama, Cache, jax.st
     else:
         queries = split(whole(layers, 1, LOOK_AHEAD, heads, width, dtype=model.dtype), P(None, None, None, "tensor"))
         chunks = num_chunks(case.tokens, CHUNK_SIZE)
-        ahead: Any = (queries, cache, whole(1, LOOK_AHEAD), whole(1))
+        hidden = whole(1, LOOK_AHEAD, model.config.hidden_size, dtype=jnp.float32)
+        ahead: Any = (queries, cache, whole(1, LOOK_AHEAD), whole(1), hidden)
         lowered = score_and_choose.lower(
             LookAhead(*ahead),
             whole(1, case.tokens),
