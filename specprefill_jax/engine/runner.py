@@ -6,7 +6,7 @@ requests.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -220,11 +220,10 @@ class Runner:
         at = self.draft.put(table)
         k = self._contiguous(self.draft_cache.k, at)
         none = jnp.zeros((0,), k.dtype)
-        v = self._contiguous(self.draft_cache.v, at) if check else none
         queries, generated, count, hidden = _row(
             ahead.queries, ahead.tokens, ahead.num_queries, ahead.hidden, np.int32(index)
         )
-        row = LookAhead(queries, KVCache(k, v, none), generated, count, hidden)
+        row = LookAhead(queries, KVCache(k, none, none), generated, count, hidden)
         ids, length = np.zeros((1, size), np.int32), np.full((1,), len(tokens), np.int32)
         ids[0, : len(tokens)] = tokens
         chunk = min(plan.chunk_size, size)
@@ -248,6 +247,7 @@ class Runner:
         )
         if not check:
             return *found, []
+        row = replace(row, cache=KVCache(k, self._contiguous(self.draft_cache.v, at), none))
         moved = self.self_check.divergences(
             row, found[1], ids, length, forced, chunks, plan.rungs, chunk_size=chunk, size=size
         )

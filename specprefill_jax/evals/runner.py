@@ -100,7 +100,8 @@ def _groups(settings: Sequence[Setting]) -> list[list[Setting]]:
     """The settings in order, those that a speculator chooses for together, where the first of them is."""
     groups: dict[str, list[Setting]] = {}
     for setting in settings:
-        shared = setting.name if setting.config is None else "speculated"
+        of = "the prompt" if setting.method in ("specprefill", "product") else setting.method
+        shared = setting.name if setting.config is None else f"speculated, {of}"
         groups.setdefault(shared, []).append(setting)
     return list(groups.values())
 
