@@ -5,9 +5,8 @@
 Reads every .jsonl (or .jsonl.gz) file of rows in the folder that scripts/eval_longbench.py and its like, and
 scripts/eval_recall.py, have written, and every .json file of scripts/eval_ttft.py and scripts/bench_qps.py. Scores are
 times 100, with 95 % intervals by bootstrap over the samples (seeded); tasks weigh the same in an average, however many
-samples each has.
-Beside the report stands a .samples.tsv with each sample's scores by keep rate and what kind of prompt it is, where
-samples were read whole and in part.
+samples each has. Beside the report stands a .samples.tsv with each sample's scores by keep rate and what kind of prompt
+it is, where samples were read whole and in part.
 """
 
 import sys

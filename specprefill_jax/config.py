@@ -123,8 +123,8 @@ class SpecPrefillConfig:
     keep_rate: KeepRate = 0.3
     """Share of the prompt's chunks that the main model reads, above 0 and up to 1: ceil(rate * chunks), exactly.
     0.3 cost the paper's pair nothing on LongBench (53.92 against 53.55 in full); 0.1 is three times cheaper and loses
-    on tasks that count or sum over the whole prompt. "auto" keeps as few as leave the
-    speculator's own predictions as they are, and reads prompts whole that have no such few; not in paper mode."""
+    on tasks that count or sum over the whole prompt. "auto" keeps as few as leave the speculator's own predictions as
+    they are, and reads prompts whole that have no such few; not in paper mode."""
 
     look_ahead: int | None = None
     """Queries that score the prompt: its last token, and the first look_ahead - 1 tokens the speculator generates.
@@ -163,8 +163,8 @@ class SpecPrefillConfig:
     max_divergence: float = 0.15
     """With keep_rate "auto" and a look-ahead of 2 or more: the fewest chunks are kept with which the speculator,
     attending to them alone, predicts its look-ahead tokens as it did from the whole prompt, within so many nats a token
-    (`SelfCheck`). Prompts for which `max_keep_rate` does not suffice are read whole, as "information_dense". At least
-    0."""
+    (`SelfCheck`), at least 0. Prompts for which `max_keep_rate` does not suffice are read whole, as
+    "information_dense"."""
 
     importance_share: float = 0.4
     """With keep_rate "auto" and no look-ahead (a `query_window`, or a speculator that cannot generate): chunks are kept

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-import jax
 import numpy as np
 
 from specprefill_jax.cards import PairCard
@@ -54,11 +53,6 @@ class Selector:
         config = config or SpecPrefillConfig()
         return config if self._card is None else self._card.settle(config)
 
-    def checks(self, config: SpecPrefillConfig) -> bool:
-        """Whether the speculator's own predictions say how much is kept: under keep rate "auto", if it looks ahead."""
-        look_ahead = config.look_ahead or self._default_look_ahead
-        return config.keep_rate == "auto" and not config.query_window and look_ahead > 1
-
     def select(
         self,
         ids: np.ndarray,
@@ -91,8 +85,8 @@ class Selector:
         selections: list[Selection] = []
         for config in configs:
             alike = replace(config, keep_rate=1.0)
-            if alike in scored and not self.checks(config):
-                selection = self.adapt(scored[alike].replan(self.plan(ids, spans, config)), config)
+            if alike in scored and config.keep_rate != "auto":  # which may have to try what was not tried before
+                selection = scored[alike].replan(self.plan(ids, spans, config))
             else:
                 selection = self.select(ids, spans, config, read)
                 if selection.chunk_scores is not None:
@@ -195,11 +189,9 @@ class Selector:
             backend=self._kernels,
             mesh=self.speculator.model.mesh,
         )
-        moved: Sequence[jax.Array] = ()
-        if self.checks(config):
-            moved = self.self_check.divergences(
-                ahead, scores, prompt, length, forced, chunks, planned.rungs, chunk_size=chunk_size, size=kept_size
-            )
+        divergences = self.self_check.divergences(
+            ahead, scores, prompt, length, forced, chunks, planned.rungs, chunk_size=chunk_size, size=kept_size
+        )
         selection = Selection(
             planned,
             choice=choice,
@@ -207,7 +199,7 @@ class Selector:
             importance=importance,
             num_queries=num_queries,
             look_ahead_tokens=tokens,
-            divergences=dict(zip(planned.rungs, moved, strict=False)),
+            divergences=divergences,
             prompt=ids,
         )
         if planned.least_chunks is None:

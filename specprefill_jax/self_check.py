@@ -31,6 +31,7 @@ class SelfCheck:
         self.model = model
         self._kernels = kernels
         self._part = model.jit(self._part_fn, static_argnames=("chunk_size", "size", "capacity"))
+        self._predict = model.jit(self._predict_fn)
         self._compare = model.jit(self._compare_fn, out_shardings=None if model.mesh is None else model.whole)
 
     def divergences(
@@ -45,13 +46,13 @@ class SelfCheck:
         *,
         chunk_size: int,
         size: int,
-    ) -> list[jax.Array]:
+    ) -> dict[int, jax.Array]:
         """How far the predictions of the look-ahead tokens move when so many chunks are all that is attended to.
 
         Nothing waits for the device; one part of the cache at a time is copied.
 
         Args:
-            ahead: of one prompt, of at least two queries, with a contiguous cache.
+            ahead: of one prompt, with a contiguous cache.
             scores: float32 [C] of its chunks.
             prompt: int32 [1, S] token ids.
             length: int32 [1], tokens of the prompt.
@@ -63,12 +64,16 @@ class SelfCheck:
 
         Returns:
             For each rung a float32 scalar: the mean over the look-ahead tokens of the Kullback-Leibler divergence, in
-            nats, of what is predicted with the part from what was predicted with the whole.
+            nats, of what is predicted with the part from what was predicted with the whole. Nothing for a look-ahead
+            of fewer than two tokens, or a window, which has none.
         """
         queries = ahead.tokens.shape[1]
+        if not rungs or queries < 2:
+            return {}
+        before = self._predict(self.model.weights, ahead.hidden)
         capacity = capacity_for(size + queries)
         ends = np.arange(queries, dtype=np.int32)[None]
-        found = []
+        found = {}
         for rung in rungs:
             tokens, positions, cache, start = self._part(
                 ahead.cache.k,
@@ -85,7 +90,7 @@ class SelfCheck:
                 capacity=capacity,
             )
             step = self.model.step(tokens, positions, cache, start, ends)
-            found.append(self._compare(self.model.weights, ahead.hidden, step.hidden, ahead.num_queries))
+            found[rung] = self._compare(self.model.weights, before, step.hidden, ahead.num_queries)
         return found
 
     def _part_fn(
@@ -130,11 +135,12 @@ class SelfCheck:
         positions = length[:, None] - 1 + jnp.arange(generated.shape[1], dtype=jnp.int32)
         return jnp.concatenate([last, generated[:, :-1]], axis=1), positions, cache, choice.kept_count - 1
 
-    def _compare_fn(self, weights: Weights, whole: jax.Array, part: jax.Array, num_queries: jax.Array) -> jax.Array:
-        """Hidden states [1, Q, E] by the whole cache and by the part, how many count [1] -> mean divergence."""
-        before, after = (
-            jax.nn.log_softmax(self.model.logits_fn(weights, hidden[0]).astype(jnp.float32)) for hidden in (whole, part)
-        )
-        each = (jnp.exp(before) * (before - after)).sum(axis=-1)
+    def _predict_fn(self, weights: Weights, hidden: jax.Array) -> jax.Array:
+        """Log-probabilities float32 [Q, V] from hidden states [1, Q, E]."""
+        return jax.nn.log_softmax(self.model.logits_fn(weights, hidden[0]).astype(jnp.float32))
+
+    def _compare_fn(self, weights: Weights, before: jax.Array, hidden: jax.Array, num_queries: jax.Array) -> jax.Array:
+        """Log-probabilities by the whole, hidden states by the part, how many count [1] -> mean divergence."""
+        each = (jnp.exp(before) * (before - self._predict_fn(weights, hidden))).sum(axis=-1)
         counts = jnp.arange(len(each)) < num_queries[0]
         return jnp.where(counts, each, 0.0).sum() / num_queries[0]

@@ -43,8 +43,9 @@ class LookAhead:
         """What a look-ahead of `count` queries would have left, if that is fewer; not of a window."""
         if count >= self.queries.shape[2]:
             return self
-        *found, hidden = _first(self.queries, self.tokens, self.num_queries, self.hidden, count=count)
-        queries, tokens, num_queries = found
+        queries, tokens, num_queries, hidden = _first(
+            self.queries, self.tokens, self.num_queries, self.hidden, count=count
+        )
         return LookAhead(queries, self.cache, tokens, num_queries, hidden)
 
 

@@ -105,6 +105,7 @@ class Engine:
         self._runner = Runner(
             main,
             pair.speculator,
+            pair.selector.self_check,
             kernels=pair.kernels,
             max_running=config.max_running,
             chunk=config.prefill_chunk,

@@ -296,7 +296,7 @@ class Loop:
 
     def _choice(self, work: Work, output: tuple) -> None:
         """The device has chosen; what the host is told of it is remembered, but for the importance of every token."""
-        _, scores, choice, num_queries, tokens, moved = jax.device_get(output)
+        _, scores, choice, num_queries, tokens, divergences = jax.device_get(output)
         count = int(num_queries)
         selection = Selection(
             work.plan,
@@ -304,7 +304,7 @@ class Loop:
             chunk_scores=scores,
             num_queries=count,
             look_ahead_tokens=[int(token) for token in tokens[:count]],
-            divergences=dict(zip(work.plan.rungs, moved, strict=False)),
+            divergences=divergences,
             prompt=work.sequence.prompt,
         )
         try:

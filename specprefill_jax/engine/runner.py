@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 from specprefill_jax.cache import KVCache
 from specprefill_jax.config import MAX_LOGPROBS
 from specprefill_jax.engine.scheduler import MAX_LOOK_AHEAD_ROWS
+from specprefill_jax.engine.shapes import piece_lengths, powers, prompt_sizes, up
 from specprefill_jax.importance import Heads
 from specprefill_jax.models.loaded import LoadedLlama, Step, Weights
 from specprefill_jax.models.paged import PAGE, PagedCache
@@ -81,6 +82,7 @@ class Runner:
         self,
         main: LoadedLlama,
         speculator: Speculator,
+        self_check: SelfCheck,
         *,
         kernels: str,
         max_running: int,
@@ -99,6 +101,7 @@ class Runner:
         """
         self.main, self.speculator = main, speculator
         self.draft = speculator.model
+        self.self_check = self_check
         self.kernels = kernels
         self.window, self.heads = window, heads
         self.max_running = max_running
@@ -106,15 +109,15 @@ class Runner:
         self.width = -(-max_model_len // PAGE)
         """Pages of a row's table."""
         self.max_model_len = max_model_len
-        self.lengths = _lengths(chunk)
+        self.lengths = piece_lengths(chunk)
         """Tokens of a prefill piece, by compiled program."""
-        self.lengths_with_logprobs = sorted({_up(self.lengths, min(SHORT_WITH_LOGPROBS, chunk)), chunk})
+        self.lengths_with_logprobs = sorted({up(self.lengths, min(SHORT_WITH_LOGPROBS, chunk)), chunk})
         """Likewise of pieces that give the prompt's log-probabilities."""
-        self.rows = _powers(max_running)
-        self.sizes = _sizes(max_model_len)
+        self.rows = powers(max_running)
+        self.sizes = prompt_sizes(max_model_len)
         """Prompt lengths that are scored, by compiled program."""
-        self.look_ahead_rows = _powers(MAX_LOOK_AHEAD_ROWS)
-        self.proposals = _powers(draft_tokens) if draft_tokens else []
+        self.look_ahead_rows = powers(MAX_LOOK_AHEAD_ROWS)
+        self.proposals = powers(draft_tokens) if draft_tokens else []
         """Proposals of a decode step, by compiled program."""
         self._choose = main.jit(self._choose_fn, donate_argnames="state")
         self._decode = main.jit(self._decode_fn, donate_argnames=("cache", "state"))
@@ -127,7 +130,6 @@ class Runner:
         self._fill_seen = jax.jit(_fill_seen, donate_argnames="state")
         self._join = jax.jit(_join)
         self._contiguous = jax.jit(_contiguous)
-        self.self_check = SelfCheck(speculator.model, kernels)
         self.cache: Any
         self.draft_cache: Any
         self.state: Any
@@ -179,7 +181,7 @@ class Runner:
         self, steps: Sequence[Step], lengths: Sequence[int], pages: Sequence[Sequence[int]], ends: Any, count: int
     ) -> LookAhead:
         """Decode for several prompts whose last pieces left `steps`; rows of padding follow theirs."""
-        size = _up(self.look_ahead_rows, len(steps))
+        size = up(self.look_ahead_rows, len(steps))
         extra = size - len(steps)
         hidden, queries = self._join([(s.hidden, s.queries) for s in [*steps, *[steps[0]] * extra]])
         tables = self.draft.put(self._tables([*pages, *[()] * extra]))
@@ -193,17 +195,11 @@ class Runner:
         return ahead
 
     def score(
-        self,
-        ahead: LookAhead,
-        index: int,
-        tokens: np.ndarray,
-        pages: Sequence[int],
-        plan: Plan,
-        pool_width: int,
+        self, ahead: LookAhead, index: int, tokens: np.ndarray, pages: Sequence[int], plan: Plan, pool_width: int
     ) -> tuple[Any, ...]:
         """Importance, chunk scores, choice, number of queries and tokens of the prompt in row `index` of a look-ahead.
 
-        And a list of what `SelfCheck` finds for each of the plan's `rungs`; an empty one where it cannot tell.
+        And what `SelfCheck` finds for the plan's `rungs`.
 
         Args:
             ahead: of `look_ahead`.
@@ -213,8 +209,7 @@ class Runner:
             plan: what is to be chosen.
             pool_width: of the settings.
         """
-        check = bool(plan.rungs) and not self.window and ahead.tokens.shape[1] > 1
-        size = _up(self.sizes, len(tokens))
+        size = up(self.sizes, len(tokens))
         table = np.zeros(size // PAGE, np.int32)
         table[: min(len(pages), len(table))] = pages[: len(table)]
         at = self.draft.put(table)
@@ -245,13 +240,12 @@ class Runner:
             backend=self.kernels,
             mesh=self.draft.mesh,
         )
-        if not check:
-            return *found, []
+        if not plan.rungs:
+            return *found, {}
         row = replace(row, cache=KVCache(k, self._contiguous(self.draft_cache.v, at), none))
-        moved = self.self_check.divergences(
+        return *found, self.self_check.divergences(
             row, found[1], ids, length, forced, chunks, plan.rungs, chunk_size=chunk, size=size
         )
-        return *found, moved
 
     def prefill(self, tokens: np.ndarray, positions: np.ndarray, start: int, pages: Sequence[int]) -> jax.Array:
         """The main model reads `tokens` [T] at `positions` into slots from `start` on, a multiple of PAGE.
@@ -277,7 +271,7 @@ class Runner:
 
     def fill_seen(self, row: int, tokens: np.ndarray) -> None:
         """Tell the repetition penalty of a row's tokens so far."""
-        ids = np.full(_up(self.sizes, len(tokens)), self.main.config.vocab_size, np.int32)
+        ids = np.full(up(self.sizes, len(tokens)), self.main.config.vocab_size, np.int32)
         ids[: len(tokens)] = tokens
         self.state = self._fill_seen(self.state, np.int32(row), self.main.put(ids))
 
@@ -353,7 +347,7 @@ class Runner:
         wanted: np.ndarray | None = None,
     ) -> Step:
         count = len(tokens)
-        length = _up(self.lengths_with_logprobs if every else self.lengths, count)
+        length = up(self.lengths_with_logprobs if every else self.lengths, count)
         ids, at = np.zeros((2, 1, length), np.int32)
         ids[0, :count], at[0, :count] = tokens, positions
         # Padding past the table's end must find an entry there, and is written to nobody's page.
@@ -486,31 +480,3 @@ def _row(
     queries = lax.dynamic_slice_in_dim(queries, index, 1, axis=1)
     tokens, count, hidden = (lax.dynamic_slice_in_dim(rows, index, 1) for rows in (tokens, count, hidden))
     return queries, tokens, count, hidden
-
-
-def _lengths(chunk: int) -> list[int]:
-    """Multiples of PAGE up to `chunk`, two an octave from 64 on."""
-    lengths, step = [PAGE], PAGE
-    while lengths[-1] < chunk:
-        if lengths[-1] >= 4 * step:
-            step *= 2
-        lengths.append(min(lengths[-1] + step, chunk))
-    return lengths
-
-
-def _sizes(longest: int) -> list[int]:
-    """Multiples of 512 that reach `longest`, two an octave from 1,024 on."""
-    return [16 * length for length in _lengths(-(-longest // 512) * PAGE)]
-
-
-def _powers(most: int) -> list[int]:
-    """1, 2, 4, ... and `most`."""
-    powers = [1]
-    while powers[-1] < most:
-        powers.append(min(2 * powers[-1], most))
-    return powers
-
-
-def _up(sizes: Sequence[int], least: int) -> int:
-    """The smallest of ascending `sizes` that holds `least`."""
-    return next(size for size in sizes if size >= least)
