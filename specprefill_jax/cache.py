@@ -68,3 +68,13 @@ def make_cache(config: LlamaConfig, batch: int, capacity: int, dtype: jnp.dtype,
         heads, whole = placed.k, placed.positions
     k, v = (jnp.zeros(shape, dtype, device=heads) for _ in range(2))
     return KVCache(k, v, jnp.zeros((batch, capacity), jnp.int32, device=whole))
+
+
+@partial(jax.jit, donate_argnames="into")
+def put_row(into: KVCache, row: KVCache, index: jax.Array) -> KVCache:
+    """`into`, which is consumed, with row `index` (int32 scalar) from a cache of one row and no more slots."""
+
+    def put(whole: jax.Array, part: jax.Array, batch_axis: int) -> jax.Array:
+        return jax.lax.dynamic_update_slice(whole, part, [index if a == batch_axis else 0 for a in range(whole.ndim)])
+
+    return KVCache(put(into.k, row.k, 1), put(into.v, row.v, 1), put(into.positions, row.positions, 0))

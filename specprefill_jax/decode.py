@@ -38,11 +38,11 @@ class Next:
     """What choosing a token leaves on the device: the token, and where it will be fed."""
 
     token: jax.Array
-    """[1] int32."""
+    """[B] int32."""
     position: jax.Array
-    """[1] int32, in the prompt and the answer behind it."""
+    """[B] int32, in the prompt and the answer behind it."""
     slot: jax.Array
-    """[1] int32, in the cache."""
+    """[B] int32, in the cache."""
     seen: jax.Array | None
     logprobs: tuple[jax.Array, jax.Array, jax.Array] | None
 
@@ -101,13 +101,19 @@ class Decoder:
     def later(
         self, cache: Cache, now: Next, settings: SamplingArrays, index: int, max_tokens: int, logprobs: int | None
     ) -> Iterator[Decoded]:
-        """Yield tokens number `index` up to `max_tokens` - 1, after the one in `now`; the cache is consumed."""
-        row = self.model.put(np.zeros((1,), np.int32))
+        """Tokens number `index` up to `max_tokens` - 1, after the one in `now`; the cache is consumed."""
+        return map(fetch, self.ahead(cache, now, settings, index, max_tokens, logprobs))
+
+    def ahead(
+        self, cache: Cache, now: Next, settings: SamplingArrays, index: int, max_tokens: int, logprobs: int | None
+    ) -> Iterator[Next]:
+        """The same for any number of rows, one token each at a time, which are left on the device."""
+        row = self.model.put(np.zeros(now.token.shape, np.int32))
         for number in range(index, max_tokens):
             done = self.model.step(now.token[:, None], now.position[:, None], cache, now.slot, row)
             cache = done.cache
             now = self._chosen(done.hidden, settings, number, now, logprobs)
-            yield fetch(now)
+            yield now
 
     def _chosen(self, hidden: jax.Array, settings: SamplingArrays, index: int, now: Next, logprobs: int | None) -> Next:
         return self._choose(

@@ -15,12 +15,12 @@ from specprefill_jax.cache import capacity_for
 from specprefill_jax.cards import PairCard, find_card, read_card
 from specprefill_jax.chat_prompt import Spans, encode_chat
 from specprefill_jax.config import SamplingParams, SpecPrefillConfig, check_integer
-from specprefill_jax.decode import Decoder, TokenLogprobs
+from specprefill_jax.decode import Decoder
 from specprefill_jax.errors import ArgumentError, SpecPrefillError, argument_error
 from specprefill_jax.kernels.backend import choose_backend
 from specprefill_jax.loading import load_pair
 from specprefill_jax.models.loaded import LoadedLlama, Step
-from specprefill_jax.output import Output, Piece
+from specprefill_jax.output import Answer, Output, Piece
 from specprefill_jax.planning import Reason
 from specprefill_jax.predictor import Predictor
 from specprefill_jax.prefill import DEFAULT_CHUNK, padded, pieces, prefill
@@ -32,7 +32,7 @@ from specprefill_jax.selection import Selection
 from specprefill_jax.speculative import Acceptance, Drafts, SpeculativeDecoder, step_cost
 from specprefill_jax.speculator import Speculator
 from specprefill_jax.timing import Marks, PhaseClock
-from specprefill_jax.tokens import StreamDecoder, Tokenizer
+from specprefill_jax.tokens import Tokenizer
 
 MAX_DRAFT_TOKENS = 32
 
@@ -75,8 +75,8 @@ class SpecPrefill:
             default_look_ahead=default_look_ahead,
             card=card,
         )
-        self._decoder = Decoder(main)
-        self._speculative = SpeculativeDecoder(self._decoder, self.speculator)
+        self.decoder = Decoder(main)
+        self._speculative = SpeculativeDecoder(self.decoder, self.speculator)
 
     @classmethod
     def from_pretrained(
@@ -190,7 +190,7 @@ class SpecPrefill:
         """Float32 logits [V] after the last kept token of a prompt."""
         ids = self.encode(prompt)
         _check_selection(ids, selection)
-        step, _ = self._main_prefill(ids, selection, 0)
+        step, _ = self.read(ids, selection, 0)
         return np.asarray(self.main.logits(self.main.weights, step.hidden)[0])
 
     def generate(
@@ -240,16 +240,20 @@ class SpecPrefill:
         config = self.selector.settle(config)
         check_integer("draft_tokens", draft_tokens, 0, MAX_DRAFT_TOKENS)
         ids, spans = self._encode(prompt)
+        self.check_request(ids, sampling, () if selection is None else (selection,))
+        clock.count("tokenise", len(ids))
+        clock.stop()  # until the first piece is asked for
+        return self._stream(ids, spans, sampling, config, clock, selection, draft_tokens)
+
+    def check_request(self, ids: np.ndarray, sampling: SamplingParams, selections: Sequence[Selection] = ()) -> None:
+        """ArgumentError for a prompt `encode` let pass without room for an answer, or what does not go with it."""
         if len(ids) >= self.max_prompt_tokens:
             allowed = f"shorter than the context of {self.max_prompt_tokens} tokens, to leave room for an answer"
             raise ArgumentError(f"prompt of {len(ids)} tokens is not allowed: prompt must be {allowed}")
         if sampling.stop:
             self._tokenizer("stop")
-        if selection is not None:
+        for selection in selections:
             _check_selection(ids, selection)
-        clock.count("tokenise", len(ids))
-        clock.stop()  # until the first piece is asked for
-        return self._stream(ids, spans, sampling, config, clock, selection, draft_tokens)
 
     def warm_up(
         self, num_tokens: int, config: SpecPrefillConfig | None = None, sampling: SamplingParams | None = None
@@ -297,10 +301,7 @@ class SpecPrefill:
     ) -> Iterator[Piece]:
         clock.phase("tokenise")
         limit = min(sampling.max_tokens, self.max_prompt_tokens - len(ids))
-        ends = set(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            ends.update(self.main.config.eos_token_ids)
-        text = StreamDecoder(self.tokenizer, sampling.stop) if self.tokenizer else None
+        answer = self.answer(sampling)
         settings = sampling_arrays(
             [sampling.temperature],
             [sampling.top_k],
@@ -319,7 +320,7 @@ class SpecPrefill:
         decoding = (step, position, slot, settings, seen)
         acceptance = Acceptance(draft_tokens, step_cost(self.main, self.speculator.model))
         if drafts is None or selection.reason is Reason.SPECULATOR_FAILED:
-            decoded = self._decoder.tokens(*decoding, max_tokens=limit, logprobs=sampling.logprobs)
+            decoded = self.decoder.tokens(*decoding, max_tokens=limit, logprobs=sampling.logprobs)
         else:
             decoded = self._speculative.tokens(
                 *decoding,
@@ -331,39 +332,23 @@ class SpecPrefill:
             )
         del decoding
         del step  # its cache is consumed by the first decode step
-        parts: list[str] = []
-        tokens: list[int] = []
-        logprobs: list[TokenLogprobs] = []
-        reason = "length"
         for token in decoded:
-            clock.phase("decode", tokens=1 if tokens else 0)
-            if not tokens:
-                clock.count("first_token", 1)
-            tokens.append(token.token_id)
-            if token.logprobs is not None:
-                logprobs.append(token.logprobs)
-            piece = text.push(token.token_id) if text is not None else ""
-            parts.append(piece)
-            stopped = token.token_id in ends or (text is not None and text.stopped)
+            first = not answer.token_ids
+            clock.phase("decode", tokens=0 if first else 1)
+            clock.count("first_token", int(first))
+            piece = answer.push(token)
             clock.stop()  # what the caller does with a piece is not ours to count
             yield Piece(piece, token.token_id, None)
             clock.phase("decode")
-            if stopped:
-                reason = "stop"
+            if answer.stopped:
                 break
-        closing = text.flush() if text is not None else ""
-        parts.append(closing)
-        output = Output(
-            "".join(parts),
-            tokens,
-            reason,
-            selection,
-            clock.stop(),
-            logprobs if sampling.logprobs is not None else None,
-            acceptance.proposed,
-            acceptance.accepted,
-        )
-        yield Piece(closing, None, output)
+        closing = answer.close()
+        proposals = acceptance.proposed, acceptance.accepted
+        yield Piece(closing, None, answer.output(selection, clock.stop(), *proposals))
+
+    def answer(self, sampling: SamplingParams) -> Answer:
+        """An answer of the main model's that has no tokens yet."""
+        return Answer(self.tokenizer, sampling, self.main.config.eos_token_ids)
 
     def _read(
         self,
@@ -382,7 +367,7 @@ class SpecPrefill:
         else:
             selection = given
             clock.phase("main_prefill")
-        step, slot = self._main_prefill(ids, selection, max_tokens)
+        step, slot = self.read(ids, selection, max_tokens)
         marks.reach(step.hidden, "first_token")
         clock.count("main_prefill", selection.plan.max_kept_tokens)
         marks.settle()
@@ -394,13 +379,16 @@ class SpecPrefill:
             clock.phase("main_prefill", tokens=len(ids))
             del step
             selection = self.selector.failed(ids, config, error)
-            step, slot = self._main_prefill(ids, selection, max_tokens)
+            step, slot = self.read(ids, selection, max_tokens)
             jax.block_until_ready(step.hidden)
             clock.phase("first_token")
         return selection, step, slot
 
-    def _main_prefill(self, ids: np.ndarray, selection: Selection, max_tokens: int) -> tuple[Step, jax.Array]:
-        """The main model's pass over the kept tokens, and how many they are [1]; enqueued, not waited for."""
+    def read(self, ids: np.ndarray, selection: Selection, max_tokens: int) -> tuple[Step, jax.Array]:
+        """The main model's pass over the kept tokens of a checked prompt, and how many they are, [1] int32.
+
+        Enqueued, not waited for. The cache has room for an answer of `max_tokens`.
+        """
         size = selection.plan.max_kept_tokens
         total = padded(size, self.prefill_chunk)
         indices = selection.host_indices

@@ -64,6 +64,8 @@ class RunArgs(PairArgs):
 
     embedding_model: str | None = None
     """Model of sentence-transformers, a folder or a Hub id, for the method "embedding_sentences"."""
+    batch: int = 1
+    """Answers to a prompt, read in so many ways, that are decoded together: faster, and with as many KV caches."""
 
     @property
     def ways(self) -> list[Setting]:
@@ -99,6 +101,11 @@ def execute(
     if args.limit is not None:
         check_integer("limit", args.limit, 1)
     check_integer("seed", args.seed, 0)
+    batch = 1
+    if isinstance(args, RunArgs):
+        batch = check_integer("batch", args.batch, 1)
+        embedder = None if args.embedding_model is None else sentence_embedder(args.embedding_model)
+        rows = partial(answers, embedder=embedder, batch=batch)
     common = {
         "benchmark": benchmark,
         "main": args.main,
@@ -107,17 +114,26 @@ def execute(
         "dtype": args.dtype,
         **({"card": args.card} if args.card else {}),
         "seed": args.seed,
+        **({"batch": batch} if batch > 1 else {}),  # another size rounds otherwise
         **about,
     }
-    if isinstance(args, RunArgs) and args.embedding_model is not None:
-        rows = partial(answers, embedder=sentence_embedder(args.embedding_model))
     path = args.out / f"{benchmark}.jsonl"
     with ResultFile(path, common, write=jax.process_index() == 0) as results:
         model = SpecPrefill.from_pretrained(
             args.main, args.speculator, args.dtype, speculator_layers=args.speculator_layers, card=args.card
         )
         found, total = samples(model)
-        counts = run(model, found, settings, results, seed=args.seed, versions=_versions(), total=total, rows=rows)
+        counts = run(
+            model,
+            found,
+            settings,
+            results,
+            seed=args.seed,
+            versions=_versions(),
+            total=total,
+            rows=rows,
+            whole=batch > 1,
+        )
     said = f"{counts.done} rows added to {path}, {counts.there} were there, {counts.skipped} could not be read"
     Console(stderr=True).print(said)
 

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import batched, groupby
 from typing import Any
 
 import jax
@@ -17,12 +17,14 @@ import numpy as np
 from specprefill_jax.config import SamplingParams, SpecPrefillConfig
 from specprefill_jax.errors import SpecPrefillError
 from specprefill_jax.evals.baselines import Embedder, Request, choose
-from specprefill_jax.evals.results import ResultFile
+from specprefill_jax.evals.results import ResultFile, row_key
 from specprefill_jax.evals.samples import Sample, prompt_ids
 from specprefill_jax.evals.settings import Setting
+from specprefill_jax.output import Output
 from specprefill_jax.pipeline import SpecPrefill
 from specprefill_jax.planning import Reason
 from specprefill_jax.selection import Selection
+from specprefill_jax.together import answer_together
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ def run(
     total: int | None = None,
     progress: Callable[[str], None] | None = None,
     rows: Rows | None = None,
+    whole: bool = False,
 ) -> Counts:
     """Add a row to the results for every sample and setting that has none yet.
 
@@ -69,6 +72,8 @@ def run(
         total: number of samples, for the time left; None where it is not known.
         progress: gets a line from time to time; None: standard error.
         rows: what is found out of a sample; None: `answers`.
+        whole: `rows` asks in several settings at once, and what it finds may depend on which: a sample of which rows
+            are missing is asked in all of them again.
 
     Raises:
         SpecPrefillError: a row is there already that a later sample would write again (two samples of one name).
@@ -83,11 +88,14 @@ def run(
         seen.add(sample.name)
         missing = [[s for s in group if f"{sample.name}/{s.name}" not in results.done] for group in groups]
         count = sum(map(len, missing))
+        asked = groups if whole else [group for group in missing if group]
         there += len(settings) - count
         report.passed(len(settings) - count)
         if not count:
             continue
-        for row in (rows or answers)(model, sample, [group for group in missing if group], seed):
+        for row in (rows or answers)(model, sample, asked, seed):
+            if row_key(row) in results.done:
+                continue
             row["versions"] = dict(versions or {})
             results.add(row)
             done += 1
@@ -112,31 +120,69 @@ def answers(
     groups: Sequence[Sequence[Setting]],
     seed: int,
     embedder: Embedder | None = None,
+    batch: int = 1,
 ) -> Iterator[dict[str, Any]]:
     """Rows of answers and their scores; only the settings' own work is done when a row is asked for.
 
-    `embedder`: of the baseline that embeds sentences, if it is among the settings.
+    `embedder`: of the baseline that embeds sentences, if it is among the settings. `batch`: answers that are decoded
+    together.
     """
     ids = prompt_ids(sample, model.tokenizer)
     common = common_fields(sample, ids, seed)
+    sampling = SamplingParams(max_tokens=sample.max_tokens, stop=sample.stop if model.tokenizer else ())
+    for some in batched(_chosen(model, ids, sample, groups, seed, embedder), batch):
+        for (setting, _, seconds), output in zip(some, _outputs(model, ids, sampling, some, batch), strict=True):
+            if isinstance(output, SpecPrefillError):
+                yield {**common, **_unread(setting, output)}
+                continue
+            row = _answered(sample, setting, output, seconds, model.tokenizer is not None)
+            if embedder is not None and setting.method == "embedding_sentences":
+                row["embedding_model"] = embedder.model
+            yield {**common, **row}
+
+
+Chosen = tuple[Setting, Selection | SpecPrefillError, float]
+"""A setting, what is read in it or why nothing can be, and the seconds that choosing took."""
+
+
+def _chosen(
+    model: SpecPrefill,
+    ids: np.ndarray,
+    sample: Sample,
+    groups: Sequence[Sequence[Setting]],
+    seed: int,
+    embedder: Embedder | None,
+) -> Iterator[Chosen]:
     for group in groups:
         started = time.perf_counter()
+        found: Sequence[Selection | SpecPrefillError]
         try:
             _check_room(model, ids, sample.max_tokens, group[0])
             found = selections(model, ids, sample.question, group, seed, embedder)
         except SpecPrefillError as error:
-            for setting in group:
-                yield {**common, **_unread(setting, error)}
-            continue
+            found = [error] * len(group)
         seconds = time.perf_counter() - started
-        for setting, selection in zip(group, found, strict=True):
-            try:
-                row = _answered(model, ids, sample, setting, selection, seconds)
-                if embedder is not None and setting.method == "embedding_sentences":
-                    row["embedding_model"] = embedder.model
-                yield {**common, **row}
-            except SpecPrefillError as error:
-                yield {**common, **_unread(setting, error)}
+        yield from ((setting, selection, seconds) for setting, selection in zip(group, found, strict=True))
+
+
+def _outputs(
+    model: SpecPrefill, ids: np.ndarray, sampling: SamplingParams, chosen: Sequence[Chosen], batch: int
+) -> list[Output | SpecPrefillError]:
+    """What comes out of each setting, or why nothing does."""
+    read = [(setting, selection) for setting, selection, _ in chosen if isinstance(selection, Selection)]
+    outputs: Sequence[Output | SpecPrefillError]
+    try:
+        if batch > 1 and read:
+            outputs = answer_together(model, ids, [selection for _, selection in read], sampling, batch)
+        else:
+            outputs = [
+                model.generate(ids, sampling, setting.config or SpecPrefillConfig(), selection=selection)
+                for setting, selection in read
+            ]
+    except SpecPrefillError as error:
+        outputs = [error] * len(read)
+    made = iter(outputs)
+    return [next(made) if isinstance(selection, Selection) else selection for _, selection, _ in chosen]
 
 
 def common_fields(sample: Sample, ids: np.ndarray, seed: int) -> dict[str, Any]:
@@ -197,12 +243,8 @@ def selections(
     return [choose(first.method, Request(ids, first.keep_rate, question, model.tokenizer, seed, embedder))]
 
 
-def _answered(
-    model: SpecPrefill, ids: np.ndarray, sample: Sample, setting: Setting, selection: Selection, seconds: float
-) -> dict[str, Any]:
-    sampling = SamplingParams(max_tokens=sample.max_tokens, stop=sample.stop if model.tokenizer else ())
-    output = model.generate(ids, sampling, setting.config or SpecPrefillConfig(), selection=selection)
-    text = output.text if model.tokenizer else " ".join(map(str, output.token_ids))
+def _answered(sample: Sample, setting: Setting, output: Output, seconds: float, as_text: bool) -> dict[str, Any]:
+    text = output.text if as_text else " ".join(map(str, output.token_ids))
     score, notes = sample.grade(text)
     what = output.selection  # not what was given, where reading that failed
     return {

@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from answering import Answering, samples_of
 from specprefill_jax.errors import ArgumentError, SpecPrefillError
 from specprefill_jax.evals import results as module
 from specprefill_jax.evals.results import ResultFile, comparable, read_rows
-from specprefill_jax.evals.runner import Counts, Progress, run, spans
+from specprefill_jax.evals.runner import Counts, Progress, answers, run, spans
 from specprefill_jax.evals.settings import parse_setting
 
 NAMES = ["dense", "p1_full_lah8", "p5_full_lah8", "p5_full", "random_p3", "bm25_chunks_p3"]
@@ -272,3 +273,31 @@ def test_on_a_real_pair_an_interruption_changes_nothing(tiny, tmp_path):
     kept = [row["num_kept"] for row in rows_of(tmp_path / "a.jsonl")]
     assert kept[0] == 100
     assert [36 <= count <= 64 for count in kept] == [False, True, True] * 2
+
+
+def test_decoded_in_batches_and_interrupted_the_rows_are_the_same(tiny, tmp_path):
+    """A sample of which a row is missing is asked in the same batches again, and only that row is added."""
+    settings = [parse_setting(name) for name in ("p3_full", "dense", "p1_full", "random_p3", "head_tail_p3")]
+    many = {"rows": partial(answers, batch=2), "whole": True}
+    assert run_into(tmp_path / "one.jsonl", samples_of(2), tiny, settings) == Counts(10, 0, 0)
+    assert run_into(tmp_path / "a.jsonl", samples_of(2), tiny, settings, **many) == Counts(10, 0, 0)
+    rows = rows_of(tmp_path / "a.jsonl")
+    assert rows == rows_of(tmp_path / "one.jsonl")
+    lines = (tmp_path / "a.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "a.jsonl").write_bytes(b"".join(lines[:4]))
+    assert run_into(tmp_path / "a.jsonl", samples_of(2), tiny, settings, **many) == Counts(6, 4, 0)
+    assert rows_of(tmp_path / "a.jsonl") == rows
+
+
+def test_in_a_batch_what_cannot_be_read_does_not_hinder_the_others(tiny, tmp_path, monkeypatch):
+    def failing(ids, configs):
+        raise SpecPrefillError("the speculator failed: on purpose")
+
+    settings = [parse_setting(name) for name in ("dense", "p3_full", "p1_full", "random_p3")]
+    monkeypatch.setattr(tiny, "select_many", failing)
+    path = tmp_path / "rows.jsonl"
+    counts = run_into(path, samples_of(1), tiny, settings, rows=partial(answers, batch=2), whole=True)
+    assert counts == Counts(done=4, there=0, skipped=2)
+    read = {row["setting"]: (row["skipped"], row["output"] is None) for row in read_rows(path)}
+    said = ("the speculator failed: on purpose", True)
+    assert read == {"dense": (None, False), "p3_full": said, "p1_full": said, "random_p3": (None, False)}
