@@ -94,23 +94,22 @@ def attend_fused(
     return out.astype(q.dtype)
 
 
-def attend(
-    q: jax.Array, cache: KVCache, layer: jax.Array, start: jax.Array, decode_block: int = DECODE_KEY_BLOCK
-) -> jax.Array:
+def attend(q: jax.Array, cache: KVCache, layer: jax.Array, start: jax.Array, *, accelerator: bool = False) -> jax.Array:
     """Attention of queries in slots start[b] .. start[b]+T-1 over the slots up to their own.
 
     Args:
         q: [B, T, N, H] queries after RoPE; their keys and values are already in the cache.
         cache: the cache, of which layer `layer` (int32 scalar) is read.
         start: [B] int32, slot of the first query of each row.
-        decode_block: slots that a step looks at where T is at most FEW_TOKENS: as many as the caches of a CPU hold, or
-            for accelerators, which must be kept from starting many small steps, ACCELERATOR_DECODE_KEY_BLOCK.
+        accelerator: whether at few tokens (FEW_TOKENS) all rows are looked at at once, in long steps, lest many small
+            ones be started; or one row after the other, each as far as it is filled, in steps that the caches of a CPU
+            hold.
 
     Returns:
         [B, T, N, H] in q's dtype.
     """
     if q.shape[1] <= FEW_TOKENS:
-        return _attend_few(q, cache, layer, start, decode_block)
+        return _attend_few(q, cache, layer, start, accelerator)
     return _attend_many(q, cache, layer, start)
 
 
@@ -221,10 +220,11 @@ def _step(q: jax.Array, k: jax.Array, v: jax.Array, carry: Carry, scale: float, 
     return new_top, total * keep + p.sum(axis=1), out * keep[:, None] + pv
 
 
-def _attend_few(q: jax.Array, cache: KVCache, layer: jax.Array, start: jax.Array, most: int) -> jax.Array:
+def _attend_few(q: jax.Array, cache: KVCache, layer: jax.Array, start: jax.Array, accelerator: bool) -> jax.Array:
     batch, tokens, _, size = q.shape
     kv_heads = cache.k.shape[2]
     scale = 1.0 / math.sqrt(size)
+    most = ACCELERATOR_DECODE_KEY_BLOCK if accelerator else DECODE_KEY_BLOCK
     key_block = _key_block(most, cache.capacity)
     q = by_key_head(q, kv_heads)
     last = start[:, None] + token_of(q, tokens)
@@ -232,24 +232,31 @@ def _attend_few(q: jax.Array, cache: KVCache, layer: jax.Array, start: jax.Array
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
 
-    def step(j: jax.Array, carry: Carry) -> Carry:
-        top, total, out = carry
-        at = (layer, 0, 0, j * key_block, 0)
-        k = lax.dynamic_slice(cache.k, at, (1, batch, kv_heads, key_block, size))[0]
-        v = lax.dynamic_slice(cache.v, at, (1, batch, kv_heads, key_block, size))[0]
-        s = product("BKRH,BKSH->BKRS", q, k) * scale
-        seen = j * key_block + jnp.arange(key_block) <= last[..., None]
-        s = jnp.where(seen[:, None], s, MASKED)
-        new_top = jnp.maximum(top, s.max(axis=-1))
-        p = jnp.exp(s - new_top[..., None])
-        keep = jnp.exp(top - new_top)
-        pv = product("BKRS,BKSH->BKRH", p.astype(v.dtype), v)
-        return new_top, total * keep + p.sum(axis=-1), out * keep[..., None] + pv
+    def some(first: jax.Array | int, q: jax.Array, last: jax.Array) -> jax.Array:
+        """As many rows as `q` [B', K, T * G, H] has, from row `first` on: float32, likewise."""
 
-    shape = q.shape[:3]
-    carry = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(q.shape))
-    _, total, out = lax.fori_loop(0, (start.max() + tokens - 1) // key_block + 1, step, carry)
-    return by_token((out / total[..., None]).astype(q.dtype), tokens)
+        def step(j: jax.Array, carry: Carry) -> Carry:
+            top, total, out = carry
+            at, shape = (layer, first, 0, j * key_block, 0), (1, len(q), kv_heads, key_block, size)
+            k, v = (lax.dynamic_slice(x, at, shape)[0] for x in (cache.k, cache.v))
+            s = product("BKRH,BKSH->BKRS", q, k) * scale
+            seen = j * key_block + jnp.arange(key_block) <= last[..., None]
+            s = jnp.where(seen[:, None], s, MASKED)
+            new_top = jnp.maximum(top, s.max(axis=-1))
+            p = jnp.exp(s - new_top[..., None])
+            keep = jnp.exp(top - new_top)
+            pv = product("BKRS,BKSH->BKRH", p.astype(v.dtype), v)
+            return new_top, total * keep + p.sum(axis=-1), out * keep[..., None] + pv
+
+        carry = (jnp.full(q.shape[:3], MASKED), jnp.zeros(q.shape[:3]), jnp.zeros(q.shape))
+        _, total, out = lax.fori_loop(0, last.max() // key_block + 1, step, carry)
+        return out / total[..., None]
+
+    if batch == 1 or accelerator:
+        out = some(0, q, last)
+    else:
+        out = lax.map(lambda row: some(row[0], row[1][None], row[2][None])[0], (jnp.arange(batch), q, last))
+    return by_token(out.astype(q.dtype), tokens)
 
 
 def by_key_head(q: jax.Array, kv_heads: int) -> jax.Array:

@@ -103,8 +103,6 @@ class LoadedLlama:
         self.fused_attention: Literal["cudnn", "xla"] | None = "cudnn" if cudnn else None
         """The fused kernel that prefills, see `attention.attend_fused`; None: `attention.attend`."""
         self._accelerator = platform(mesh) != "cpu"
-        most = attention.ACCELERATOR_DECODE_KEY_BLOCK if self._accelerator else attention.DECODE_KEY_BLOCK
-        self._decode_block = most
         self._inv_freq, self._rope_scaling = frequencies(config.rope, config.head_dim)
         self._outer_def, self._outer_tree = _abstract(_outer(self.layout, dtype, mesh))
         self.runs = tuple(
@@ -265,7 +263,7 @@ class LoadedLlama:
             written = attention.write(cache, layer, start, k, v)
             if fused is not None:
                 return written, attention.attend_fused(q, k, v, attention.row(written, layer), start, fused)
-            return written, attention.attend(q, written, layer, start, self._decode_block)
+            return written, attention.attend(q, written, layer, start, accelerator=self._accelerator)
 
         if self.mesh is not None:  # each device attends with its own heads; left to itself, XLA would gather them
             in_pages = isinstance(cache, PagedCache)

@@ -78,7 +78,7 @@ def test_attention_equals_a_plain_softmax(tokens, start, form):
     if form == "blocks":
         actual = np.asarray(attention.attend(q, cache, layer, at))
     elif tokens == 1:
-        actual = np.asarray(attention.attend(q, cache, layer, at, attention.ACCELERATOR_DECODE_KEY_BLOCK))
+        actual = np.asarray(attention.attend(q, cache, layer, at, accelerator=True))
     else:
         new = [np.stack([x[1, b, :, f : f + tokens].swapaxes(0, 1) for b, f in enumerate(starts)]) for x in (k, v)]
         actual = np.asarray(
