@@ -240,7 +240,7 @@ class Prediction:
     speculate: float
     """The speculator reads everything."""
     look_ahead: float
-    """Its decode steps, one fewer than the queries."""
+    """Its decode steps, one fewer than the queries, and under keep rate "auto" its passes to check itself."""
     score: float
     """Two passes over its keys."""
     sparse: float
@@ -266,6 +266,7 @@ def predict(
     machine: Machine,
     *,
     query_window: int = 0,
+    checks: int = 0,
     main_bytes: float = 2.0,
     speculator_bytes: float = 2.0,
     main_fp8_layers: int = 0,
@@ -285,6 +286,8 @@ def predict(
         look_ahead: queries; look_ahead - 1 decode steps, each bound by weight and cache bytes.
         machine: measured rates, `default_machine`, or a `Device`'s.
         query_window: queries of the prompt's own last tokens in place of a look-ahead: no decode steps. 0: none.
+        checks: passes over the look-ahead's tokens with a part of the cache (`self_check`), at most as long as that of
+            the kept tokens.
         main_bytes, speculator_bytes: bytes a weight (and a cached number): 4 float32, 2 bfloat16, 1 float8.
         main_fp8_layers: layers of the main model whose feed-forward matrices are float8, and nothing else of them.
         batch: prompts.
@@ -318,15 +321,17 @@ def predict(
         weights = -(-tokens // chunk) * weight_bytes(shape, bytes_per_param, fp8_layers)
         return seconds(rows * flops, weights, sent_bytes(shape, tokens, bytes_per_param))
 
-    def step(context: int) -> float:
+    def step(context: int, tokens: int = 1) -> float:
         cache = 2 * key_bytes(speculator, context, speculator_bytes)
         moved = weight_bytes(speculator, speculator_bytes) + rows * cache
-        return seconds(rows * decode_flops(speculator, context), moved, sent_bytes(speculator, 1, speculator_bytes))
+        flops = tokens * decode_flops(speculator, context)
+        return seconds(rows * flops, moved, sent_bytes(speculator, tokens, speculator_bytes))
 
     return Prediction(
         dense=read(main, num_tokens, main_bytes, main_fp8_layers),
         speculate=read(speculator, num_tokens, speculator_bytes, heads=1 if steps else 0),
-        look_ahead=sum(step(num_tokens + index) for index in range(1, steps + 1)),
+        look_ahead=sum(step(num_tokens + index) for index in range(1, steps + 1))
+        + check_integer("checks", checks, 0) * step(kept_tokens, queries),
         score=seconds(
             rows * scoring_flops(speculator, num_tokens, queries),
             rows * 2 * key_bytes(speculator, num_tokens, speculator_bytes),

@@ -53,6 +53,21 @@ def budget(chunks: int, rate: float) -> int:
     return min(max(math.ceil(exact), 1), chunks)
 
 
+def most_checks(config: SpecPrefillConfig, look_ahead: int) -> int:
+    """Most parts of a long prompt that the speculator may try under keep rate "auto" (`Plan.rungs`); 0 without."""
+    if config.keep_rate != "auto" or config.query_window or look_ahead < 2:
+        return 0
+    return len(_doubling(config.min_keep_rate, config.max_keep_rate))
+
+
+def _doubling[T: (int, float)](least: T, most: T) -> tuple[T, ...]:
+    """From `least` up to `most`."""
+    found = [least]
+    while found[-1] < most:
+        found.append(min(2 * found[-1], most))
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class Plan:
     """What the host knows before the speculator runs; hashable, and all the shapes that follow."""
@@ -84,10 +99,7 @@ class Plan:
         """Numbers of chunks to try under keep rate "auto": from the fewest up to the most, doubling; none otherwise."""
         if self.least_chunks is None:
             return ()
-        found = [self.least_chunks]
-        while found[-1] < self.kept_chunks:
-            found.append(min(2 * found[-1], self.kept_chunks))
-        return tuple(found)
+        return _doubling(self.least_chunks, self.kept_chunks)
 
     def forced_mask(self, size: int | None = None) -> np.ndarray:
         """The forced chunks as bool [size] (default: num_chunks), False in the padding."""

@@ -18,7 +18,14 @@ class Predictor:
         self._main, self._speculator, self._given, self._chunk = main, speculator, machine, chunk
 
     def gain(
-        self, num_tokens: int, look_ahead: int, kept_tokens: int, cached_tokens: int = 0, *, query_window: int = 0
+        self,
+        num_tokens: int,
+        look_ahead: int,
+        kept_tokens: int,
+        cached_tokens: int = 0,
+        *,
+        query_window: int = 0,
+        checks: int = 0,
     ) -> float:
         """Predicted speed-up of the first token; of the prompt, so many tokens need not be read by a dense prefill.
 
@@ -26,15 +33,17 @@ class Predictor:
         `costs.default_machine`.
         """
         machine = self._given or costs.default_machine(jax.default_backend())
-        whole = self._predict(num_tokens, look_ahead, kept_tokens, machine, query_window)
+        whole = self._predict(num_tokens, look_ahead, kept_tokens, machine, query_window, checks)
         if not cached_tokens:
             return whole.gain
-        cached = self._predict(cached_tokens, look_ahead, cached_tokens, machine, query_window)
+        cached = self._predict(cached_tokens, look_ahead, cached_tokens, machine, query_window, checks)
         return max(whole.dense - cached.dense, 1e-9) / whole.total
 
-    def phases(self, num_tokens: int, look_ahead: int, kept_tokens: int, *, query_window: int = 0) -> costs.Prediction:
+    def phases(
+        self, num_tokens: int, look_ahead: int, kept_tokens: int, *, query_window: int = 0, checks: int = 0
+    ) -> costs.Prediction:
         """Predicted seconds of each phase of one prompt that finds nothing in a cache, by `rates`."""
-        return self._predict(num_tokens, look_ahead, kept_tokens, self.rates, query_window, self._chunk)
+        return self._predict(num_tokens, look_ahead, kept_tokens, self.rates, query_window, checks, self._chunk)
 
     @cached_property
     def rates(self) -> costs.Machine:
@@ -61,6 +70,7 @@ class Predictor:
         kept_tokens: int,
         machine: costs.Machine,
         query_window: int,
+        checks: int,
         chunk: int | None = None,
     ) -> costs.Prediction:
         main, draft = self._main, self._speculator
@@ -72,6 +82,7 @@ class Predictor:
             look_ahead,
             machine,
             query_window=query_window,
+            checks=checks,
             main_fp8_layers=main.native_float8_layers,
             main_bytes=main.dtype.itemsize,
             speculator_bytes=draft.dtype.itemsize,

@@ -12,7 +12,7 @@ from specprefill_jax.config import SpecPrefillConfig
 from specprefill_jax.costs import Prediction
 from specprefill_jax.errors import ArgumentError, SpecPrefillError, argument_error
 from specprefill_jax.importance import Heads
-from specprefill_jax.planning import Plan, Reason, num_chunks
+from specprefill_jax.planning import Plan, Reason, most_checks, num_chunks
 from specprefill_jax.planning import plan as make_plan
 from specprefill_jax.predictor import Predictor
 from specprefill_jax.prefill import bucket, padded
@@ -132,11 +132,11 @@ class Selector:
         self, num_tokens: int, config: SpecPrefillConfig
     ) -> tuple[Callable[[int], float], Callable[[int], Prediction]]:
         """What is foreseen of a prompt for a number of kept tokens: how much faster it gets, and what it takes."""
-        given = num_tokens, config.look_ahead or self._default_look_ahead
-        window = config.query_window
+        look_ahead = config.look_ahead or self._default_look_ahead
+        more = {"query_window": config.query_window, "checks": most_checks(config, look_ahead)}
         return (
-            partial(self._predictor.gain, *given, query_window=window),
-            partial(self._predictor.phases, *given, query_window=window),
+            partial(self._predictor.gain, num_tokens, look_ahead, **more),
+            partial(self._predictor.phases, num_tokens, look_ahead, **more),
         )
 
     def _score(

@@ -116,6 +116,11 @@ class Selection:
             raise argument_error("selection", self, "one that a speculator scored")
         if (plan.num_tokens, plan.chunk_size) != (self.num_tokens, self.chunk_size):
             raise argument_error("plan", plan, f"of {self.num_tokens} tokens in chunks of {self.chunk_size}")
+        return self._best(plan, {})
+
+    def _best(self, plan: Plan, divergences: Mapping[int, Any]) -> Self:
+        assert self.chunk_scores is not None
+        assert self.prompt is not None
         ranks = np.argsort(-np.where(plan.forced_mask(), np.inf, self.chunk_scores), kind="stable")
         mask = np.zeros(plan.num_chunks, np.bool_)
         mask[ranks[: plan.kept_chunks]] = True
@@ -126,7 +131,7 @@ class Selection:
             importance=self._host[2],
             num_queries=self._host[3],
             look_ahead_tokens=self._host[4],
-            divergences=self._host[5],
+            divergences=divergences,
             prompt=self.prompt,
         )
 
@@ -158,7 +163,7 @@ class Selection:
         planned = self.plan
         if planned.least_chunks is None:
             return self
-        if self.chunk_scores is None:
+        if self.chunk_scores is None or self.prompt is None:
             raise argument_error("selection", self, "one that a speculator scored")
         limit = config.ttft_budget_ms
         if limit is not None and prediction is not None:
@@ -178,7 +183,7 @@ class Selection:
         if limit is not None and prediction is not None:
             adapted = adapted.timed(prediction(adapted.max_kept_tokens).total, limit)
         if adapted.engaged:
-            return self.replan(adapted)
+            return self._best(adapted, self._host[5])
         return type(self)(
             adapted,
             chunk_scores=self._host[1],
@@ -342,6 +347,7 @@ class Selection:
             "predicted_gain": self.plan.predicted_gain,
             "predicted_ttft_ms": self.plan.predicted_ttft_ms,
             "over_budget": self.plan.over_budget,
+            "divergences": {str(chunks): value for chunks, value in self.divergences.items()},
         }
 
     def __repr__(self) -> str:

@@ -17,7 +17,7 @@ from specprefill_jax import SamplingParams, SpecPrefillConfig, selecting
 from specprefill_jax.adaptive import chunk_masses, chunks_for_share
 from specprefill_jax.cache import KVCache
 from specprefill_jax.errors import ArgumentError, SpecPrefillError
-from specprefill_jax.planning import budget, plan
+from specprefill_jax.planning import budget, most_checks, plan
 from specprefill_jax.selection import Selection
 
 property_test = partial(settings, deadline=None)
@@ -347,13 +347,23 @@ def test_a_pair_keeps_what_its_scores_ask_for(tiny, reference, share):
     assert_greedy(output.token_ids, reference.logits_of(ids, selection.kept_indices.tolist(), output.token_ids))
 
 
+@pytest.mark.parametrize("least", [0.01, 0.05, 0.1, 0.3])
+@pytest.mark.parametrize("most", [0.3, 0.5, 0.9])
+def test_so_many_checks_at_most(least, most):
+    config = SpecPrefillConfig("auto", min_keep_rate=least, max_keep_rate=most, min_prompt_tokens=0, tail_tokens=1)
+    counts = {len(plan(tokens, config).rungs) for tokens in (100, 1000, 4001, 100_000)}
+    assert max(counts) == most_checks(config, 8)
+    assert most_checks(config, 1) == most_checks(replace(config, query_window=32), 8) == 0
+    assert most_checks(replace(config, keep_rate=0.3), 8) == 0
+
+
 def test_a_dense_prompt_is_read_whole_by_a_pair(tiny, reference):
     ids, config = prompt_of(130), tiny_auto(max_divergence=NONE)
     output = tiny.generate(ids, GREEDY, config)
     assert (output.selection.engaged, output.selection.reason) == (False, "information_dense")
     assert (output.selection.num_kept, output.selection.num_queries) == (130, 8)
     assert output.timings.tokens["speculate"] == output.timings.tokens["main_prefill"] == 130
-    assert output.selection.plan.predicted_gain == tiny.predictor.gain(130, 8, 130) < 1
+    assert output.selection.plan.predicted_gain == tiny.predictor.gain(130, 8, 130, checks=5) < 1
     assert_greedy(output.token_ids, reference.logits_of(ids, range(130), output.token_ids))
 
 

@@ -229,6 +229,19 @@ def test_score_and_look_ahead_of_a_batch():
     assert prediction.look_ahead == pytest.approx(flops / 1e9 + sent / 1e6, rel=1e-12)
 
 
+def test_a_check_reads_the_weights_and_the_kept_part_once():
+    prediction = costs.predict(TINY, TINY, 1000, 301, 2, READING, batch=3, checks=4)
+    free = costs.predict(TINY, TINY, 1000, 301, 2, READING, batch=3)
+    check = (costs.weight_bytes(TINY, 2) + 3 * 2 * costs.key_bytes(TINY, 301, 2)) / 1e6
+    assert prediction.look_ahead == pytest.approx(free.look_ahead + 4 * check, rel=1e-12)
+    assert replace(prediction, look_ahead=free.look_ahead) == free
+    busy = [costs.predict(TINY, TINY, 100, 40, 3, BUSY, checks=count).look_ahead for count in (0, 1)]
+    flops, sent = 3 * costs.decode_flops(TINY, 40), costs.collective_bytes(TINY, 3, 4, 2)
+    assert busy[1] - busy[0] == pytest.approx(flops / 1e9 + sent / 1e6, rel=1e-9)
+    with pytest.raises(ArgumentError, match="^checks=-1 "):
+        costs.predict(TINY, TINY, 100, 40, 3, BUSY, checks=-1)
+
+
 def test_weights_are_read_once_a_pass_and_caches_once_a_prompt():
     prediction = costs.predict(TINY, TINY, 1000, 301, 2, READING, main_fp8_layers=1, batch=3, chunk=300)
     main, draft = costs.weight_bytes(TINY, 2, 1), costs.weight_bytes(TINY, 2)

@@ -163,6 +163,6 @@ def test_to_dict_is_json():
     assert json.loads(json.dumps(select().to_dict())) == {
         "engaged": True, "reason": "engaged", "detail": None, "num_tokens": 18, "num_kept": 10, "keep_rate": 10 / 18,
         "chunk_size": 4, "num_chunks": 5, "kept_chunks": 3, "forced_chunks": 2, "num_queries": 2,
-        "predicted_gain": None, "predicted_ttft_ms": None, "over_budget": False,
+        "predicted_gain": None, "predicted_ttft_ms": None, "over_budget": False, "divergences": {},
     }  # fmt: skip
     assert json.loads(json.dumps(Selection.whole(5, Reason.SHORT_PROMPT).to_dict()))["reason"] == "short_prompt"

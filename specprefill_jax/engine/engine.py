@@ -43,7 +43,7 @@ from specprefill_jax.errors import ArgumentError, argument_error
 from specprefill_jax.models.llama import FEW_ROWS
 from specprefill_jax.models.paged import PAGE
 from specprefill_jax.pipeline import SpecPrefill
-from specprefill_jax.planning import Plan, Reason, plan
+from specprefill_jax.planning import Plan, Reason, most_checks, plan
 from specprefill_jax.sharding.mesh import platform
 from specprefill_jax.sharding.rules import DATA
 from specprefill_jax.speculative import Acceptance, step_cost
@@ -376,10 +376,10 @@ class Engine:
         return work
 
     def _plan(self, request: Request, tokens: int, look_ahead: int, cached: int) -> Plan:
-        window = request.config.query_window
+        more = {"query_window": request.config.query_window, "checks": most_checks(request.config, look_ahead)}
 
         def gain(kept: int) -> float:
-            return self._pair.predictor.gain(tokens, look_ahead, kept, cached, query_window=window)
+            return self._pair.predictor.gain(tokens, look_ahead, kept, cached, **more)
 
         return plan(
             tokens,
@@ -387,7 +387,7 @@ class Engine:
             generation_tail=request.generation_tail,
             needs_prompt_logprobs=request.prompt_logprobs is not None,
             predicted_gain=gain,
-            prediction=partial(self._pair.predictor.phases, tokens, look_ahead, query_window=window),
+            prediction=partial(self._pair.predictor.phases, tokens, look_ahead, **more),
         )
 
     def _check_room(self, kept: int, limit: int) -> None:
