@@ -53,7 +53,6 @@ def test_the_table():
     assert {dataset.category for dataset in DATASETS.values()} == set(CATEGORIES)
     plain = {name for name, dataset in DATASETS.items() if not dataset.chat}
     assert plain == {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}
-    assert {name: dataset.stop for name, dataset in DATASETS.items() if dataset.stop} == {"samsum": ("\n",)}
 
 
 def test_samples(files):

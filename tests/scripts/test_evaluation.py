@@ -62,7 +62,7 @@ def test_longbench_to_report(model, files, tmp_path, monkeypatch, capsys):
     assert rows[0]["output"] == f"{rows[0]['num_tokens']} of {rows[0]['num_tokens']}"
     tokens, sampling = model.asked[-1]
     assert model.tokenizer.decode(tokens) == "Of " + "word " * 30 + ": which 2?"
-    assert (sampling.max_tokens, sampling.stop, sampling.temperature) == (7, ("\n",), 0.0)
+    assert (sampling.max_tokens, sampling.stop, sampling.temperature) == (7, (), 0.0)
     about = json.loads((tmp_path / "out" / "longbench.about.json").read_text())
     assert (about["max_length"], about["main"], about["seed"]) == (None, "smollm2-135m", 0)
 

@@ -19,9 +19,7 @@ class Dataset:
     chat: bool
     """Whether the prompt goes through the model's chat template."""
     first_line: bool
-    """Whether only the first line of an answer counts."""
-    stop: tuple[str, ...] = ()
-    """Strings that end an answer."""
+    """Whether only the first line of an answer counts, empty ones before it left out."""
 
 
 CATEGORIES = ("single-doc QA", "multi-doc QA", "summarisation", "few-shot", "synthetic", "code")
@@ -60,7 +58,6 @@ def _dataset(line: str) -> Dataset:
         metric,
         chat=name not in LONGBENCH_PLAIN,
         first_line=category.strip() == "few-shot",
-        stop=("\n",) if name == "samsum" else (),
     )
 
 

@@ -181,7 +181,6 @@ def _sample(
         bucket=length_bucket(length),
         length=length,
         chat=dataset.chat,
-        stop=dataset.stop,
         question=question,
         notes={"truncated": cut != prompt},
     )
