@@ -13,8 +13,9 @@ from hypothesis import settings
 CACHE = tempfile.mkdtemp(prefix="specprefill-tests-")
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Tests compile more than they compute: LLVM's optimisations would take twice as long as they save.
-UNOPTIMISED = "--xla_backend_optimization_level=0"
+# Tests compile more than they compute: LLVM's optimisations would take twice as long as they save, splitting a small
+# program among threads a tenth.
+UNOPTIMISED = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 if UNOPTIMISED not in os.environ.get("XLA_FLAGS", ""):  # once: a compiled program is found again by its flags, too
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {UNOPTIMISED}".strip()
 os.environ["XDG_CACHE_HOME"] = CACHE
