@@ -35,7 +35,7 @@ class Args:
     dtype: str = "float32"
     tokens: int = 512
     """Of the prompt."""
-    answer: int = 48
+    answer: int = 160
     """Of the answer."""
     draft_tokens: tuple[int, ...] = (1, 2, 4, 8, 16)
     """Proposals a round, at most."""

@@ -7,6 +7,8 @@ from specprefill_jax.evals.extras import extra
 
 ZOOM = 2
 """Pixels for each unit of a figure."""
+FAMILIES = ("Arial", "DejaVu Sans", "Liberation Sans", "Noto Sans", "Helvetica", "Segoe UI")
+"""What "sans-serif" may mean, the first that the machine has; resvg itself knows the first alone."""
 _EMPTY = '<svg xmlns="http://www.w3.org/2000/svg" width="40" height="20">{}</svg>'
 _WORD = '<text y="16" font-family="sans-serif" font-size="16">word</text>'
 
@@ -15,9 +17,13 @@ def to_png(svg: str) -> bytes:
     """A figure of `view.plot.page` as a PNG file, in the colours of a light page, `ZOOM` times as large.
 
     Raises:
-        SpecPrefillError: resvg is not installed, or the machine has no font: words would be left out silently.
+        SpecPrefillError: resvg is not installed, or the machine has none of `FAMILIES`: words would be left out
+            silently.
     """
-    resvg: Any = extra("resvg_py")
-    if resvg.svg_to_bytes(svg_string=_EMPTY.format(_WORD)) == resvg.svg_to_bytes(svg_string=_EMPTY.format("")):
-        raise SpecPrefillError("this machine has no font to write a figure's words with: install one, or use the .svg")
-    return bytes(resvg.svg_to_bytes(svg_string=svg, zoom=ZOOM))
+    draw: Any = extra("resvg_py").svg_to_bytes
+    empty = draw(svg_string=_EMPTY.format(""))
+    for family in FAMILIES:
+        if draw(svg_string=_EMPTY.format(_WORD), sans_serif_family=family) != empty:
+            return bytes(draw(svg_string=svg, sans_serif_family=family, zoom=ZOOM))
+    known = ", ".join(FAMILIES)
+    raise SpecPrefillError(f"this machine has no font to write a figure's words with ({known}): use the .svg")

@@ -1,5 +1,6 @@
 """Figures as PNG files."""
 
+import re
 import struct
 import sys
 import zlib
@@ -52,6 +53,21 @@ def test_drawn_as_on_a_light_page(monkeypatch):
     assert at((LEFT + RIGHT) / 2, TOP + 40) == COLOURS[0][1:] + "ff"
     assert at(LEFT + 40, TOP + 100) == "fdfdfcff"  # paper
     assert at(0, 0)[6:] == "00"  # a round corner
+
+
+@pytest.mark.parametrize("family", ["Arial", "Noto Sans"])
+def test_words_are_written_in_a_font_that_is_there(monkeypatch, family):
+    drawn = []
+
+    def draw(svg_string, sans_serif_family=None, zoom=1):
+        drawn.append((sans_serif_family, zoom))
+        words = sans_serif_family == family
+        return (svg_string if words else re.sub("<text.*</text>", "", svg_string)).encode()
+
+    monkeypatch.setattr(resvg_py, "svg_to_bytes", draw)
+    figure = page("Title", "subtitle", "words", ())
+    assert to_png(figure) == figure.encode()
+    assert drawn[-1] == (family, 2)
 
 
 def test_no_font(monkeypatch):
