@@ -126,12 +126,13 @@ def test_a_pair_reads_what_there_is_time_for(timed):
         costs.predict, main, draft, 300, look_ahead=8, machine=MACHINE, main_bytes=4, speculator_bytes=4, chunk=1024
     )
     limit = 1000 * seconds(kept_tokens=100).total
-    for rate, kept in ((0.9, 100), (0.2, 60), ("auto", None)):
+    for rate, kept, checks in ((0.9, 100, 0), (0.2, 60, 0), ("auto", 76, 5)):
         config = SpecPrefillConfig(rate, **OPEN, ttft_budget_ms=limit, max_divergence=0.0)
         output = timed.generate(ids, GREEDY, config)
         told = output.selection.to_dict()
-        assert told["num_kept"] == (kept or 100)
-        assert told["predicted_ttft_ms"] == 1000 * seconds(kept_tokens=told["num_kept"]).total <= limit
+        assert told["num_kept"] == kept
+        assert told["predicted_ttft_ms"] == 1000 * seconds(kept_tokens=kept, checks=checks).total <= limit
+        assert rate == 0.2 or 1000 * seconds(kept_tokens=kept + 4, checks=checks).total > limit
         assert (told["over_budget"], told["reason"]) == (False, "engaged")
     least = timed.select(ids, SpecPrefillConfig(0.9, **OPEN, ttft_budget_ms=1e-6, min_keep_rate=0.1))
     assert (least.num_kept, least.plan.over_budget) == (32, True)  # 8 of 75 chunks

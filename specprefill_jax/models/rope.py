@@ -32,10 +32,7 @@ def frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
         raise argument_error("head_dim", head_dim, "an even integer of at least 2")
     if rope.rope_type not in ROPE_TYPES:
         raise argument_error("rope_type", rope.rope_type, f"one of {', '.join(ROPE_TYPES)}")
-    # float32 throughout: at position 100,000 an error of one float32 step in a frequency is 0.01 radians, so these
-    # must be rounded where transformers rounds them, not more exactly.
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    inverse = np.float32(1.0) / np.power(np.float32(rope.theta), exponents)
+    inverse = np.float32(1.0) / _periods(rope.theta, head_dim)
     if rope.rope_type == "linear":
         return inverse / np.float32(rope.factor), 1.0
     if rope.rope_type == "llama3":
@@ -64,6 +61,16 @@ def apply_rope(x: jax.Array, positions: jax.Array, inv_freq: jax.Array | np.ndar
     `inv_freq` (float32 [H/2]) and `scaling` are what `frequencies` returns.
     """
     return rotate(x, rotation(positions, inv_freq, scaling))
+
+
+def _periods(theta: float, head_dim: int) -> np.ndarray:
+    """theta to the power of 2 i / H, float32 [H/2].
+
+    Rounded where transformers rounds it, not more exactly: at position 100,000 an error of one float32 step in a
+    frequency is 0.01 radians. The power is exact before it is rounded; numpy's own in float32 depends on the CPU.
+    """
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    return np.power(np.float64(theta), exponents.astype(np.float64)).astype(np.float32)
 
 
 def _need(rope: RopeConfig, name: str) -> float:
@@ -100,7 +107,7 @@ def _yarn(rope: RopeConfig, head_dim: int) -> np.ndarray:
     width = (high - low) or 0.001
     ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(width), 0, 1)
     keep = 1 - ramp
-    periods = np.power(np.float32(rope.theta), np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
+    periods = _periods(rope.theta, head_dim)
     slow = np.float32(1.0) / (np.float32(rope.factor) * periods)
     return (slow * (1 - keep) + np.float32(1.0) / periods * keep).astype(np.float32)
 
