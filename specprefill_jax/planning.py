@@ -57,11 +57,11 @@ def most_checks(config: SpecPrefillConfig, look_ahead: int) -> int:
     """Most parts of a long prompt that the speculator may try under keep rate "auto" (`Plan.rungs`); 0 without."""
     if config.keep_rate != "auto" or config.query_window or look_ahead < 2:
         return 0
-    return len(_doubling(config.min_keep_rate, config.max_keep_rate))
+    return len(doubling(config.min_keep_rate, config.max_keep_rate))
 
 
-def _doubling[T: (int, float)](least: T, most: T) -> tuple[T, ...]:
-    """From `least` up to `most`."""
+def doubling[T: (int, float)](least: T, most: T) -> tuple[T, ...]:
+    """`least`, twice that, four times, ... and `most`."""
     found = [least]
     while found[-1] < most:
         found.append(min(2 * found[-1], most))
@@ -99,7 +99,7 @@ class Plan:
         """Numbers of chunks to try under keep rate "auto": from the fewest up to the most, doubling; none otherwise."""
         if self.least_chunks is None:
             return ()
-        return _doubling(self.least_chunks, self.kept_chunks)
+        return doubling(self.least_chunks, self.kept_chunks)
 
     def forced_mask(self, size: int | None = None) -> np.ndarray:
         """The forced chunks as bool [size] (default: num_chunks), False in the padding."""

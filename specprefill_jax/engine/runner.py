@@ -18,11 +18,11 @@ from jax.typing import ArrayLike
 from specprefill_jax.cache import KVCache
 from specprefill_jax.config import MAX_LOGPROBS
 from specprefill_jax.engine.scheduler import MAX_LOOK_AHEAD_ROWS
-from specprefill_jax.engine.shapes import piece_lengths, powers, prompt_sizes, up
+from specprefill_jax.engine.shapes import piece_lengths, prompt_sizes, up
 from specprefill_jax.importance import Heads
 from specprefill_jax.models.loaded import LoadedLlama, Step, Weights
 from specprefill_jax.models.paged import PAGE, PagedCache
-from specprefill_jax.planning import Plan, num_chunks
+from specprefill_jax.planning import Plan, doubling, num_chunks
 from specprefill_jax.prefill import later
 from specprefill_jax.sampling import SamplingArrays, mark_seen, sample, token_logprobs
 from specprefill_jax.scoring import score_and_choose
@@ -113,11 +113,11 @@ class Runner:
         """Tokens of a prefill piece, by compiled program."""
         self.lengths_with_logprobs = sorted({up(self.lengths, min(SHORT_WITH_LOGPROBS, chunk)), chunk})
         """Likewise of pieces that give the prompt's log-probabilities."""
-        self.rows = powers(max_running)
+        self.rows = list(doubling(1, max_running))
         self.sizes = prompt_sizes(max_model_len)
         """Prompt lengths that are scored, by compiled program."""
-        self.look_ahead_rows = powers(MAX_LOOK_AHEAD_ROWS)
-        self.proposals = powers(draft_tokens) if draft_tokens else []
+        self.look_ahead_rows = list(doubling(1, MAX_LOOK_AHEAD_ROWS))
+        self.proposals = list(doubling(1, draft_tokens)) if draft_tokens else []
         """Proposals of a decode step, by compiled program."""
         self._choose = main.jit(self._choose_fn, donate_argnames="state")
         self._decode = main.jit(self._decode_fn, donate_argnames=("cache", "state"))

@@ -20,14 +20,6 @@ def prompt_sizes(longest: int) -> list[int]:
     return [16 * length for length in piece_lengths(-(-longest // 512) * PAGE)]
 
 
-def powers(most: int) -> list[int]:
-    """1, 2, 4, ... and `most`."""
-    found = [1]
-    while found[-1] < most:
-        found.append(min(2 * found[-1], most))
-    return found
-
-
 def up(sizes: Sequence[int], least: int) -> int:
     """The smallest of ascending `sizes` that holds `least`."""
     return next(size for size in sizes if size >= least)

@@ -12,7 +12,7 @@ def fewer_programs():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache_module, "MIN_CAPACITY", 512)
-        patch.setattr(runner_module, "powers", lambda most: [1, most])
+        patch.setattr(runner_module, "doubling", lambda least, most: (least, most))
         for module in (runner_module, scheduler_module):
             patch.setattr(module, "MAX_LOOK_AHEAD_ROWS", 2)
         yield
