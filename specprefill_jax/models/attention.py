@@ -23,8 +23,8 @@ from jax import lax
 from specprefill_jax.cache import KVCache
 
 QUERY_BLOCK = 512
-KEY_BLOCK = 256
-DIAGONAL_BLOCK = 256
+KEY_BLOCK = 512
+DIAGONAL_BLOCK = 128
 DECODE_KEY_BLOCK = 1024
 ACCELERATOR_DECODE_KEY_BLOCK = 16384
 FEW_TOKENS = 31
@@ -144,7 +144,6 @@ def attend_blocks(q: jax.Array, keys: Keys, start: jax.Array, kv_heads: int, cap
     """
     batch, tokens, heads, size = q.shape
     group = heads // kv_heads
-    scale = 1.0 / math.sqrt(size)
     key_block = _key_block(KEY_BLOCK, capacity)
     blocks = -(-tokens // QUERY_BLOCK)
     rows = min(-(-tokens // (blocks * 16)) * 16, tokens)
@@ -158,20 +157,18 @@ def attend_blocks(q: jax.Array, keys: Keys, start: jax.Array, kv_heads: int, cap
         first = start[b] + offset
         qb = lax.dynamic_slice(q, (b, head, offset * group, 0), (1, 1, rows * group, size))[0, 0]
 
-        carry = (
-            jnp.full((rows * group,), MASKED),
-            jnp.zeros((rows * group,)),
-            jnp.zeros((rows * group, size)),
-        )
+        carry = nothing_seen(qb)
         # Earlier slots: whole key blocks, then what is left before the first query.
         whole = first // key_block
 
         def earlier(j: jax.Array, carry: Carry) -> Carry:
-            return _step(qb, *keys(b, head, j * key_block, key_block), carry, scale, None)
+            return seen_more(qb, *keys(b, head, j * key_block, key_block), carry, None)
 
-        def rest(_: jax.Array, carry: Carry) -> Carry:
-            seen = whole * key_block + jnp.arange(key_block) < first
-            return _step(qb, *keys(b, head, whole * key_block, key_block), carry, scale, seen[None])
+        def rest(j: jax.Array, carry: Carry) -> Carry:
+            # `whole + j` is `whole`; without j XLA would take the products out of a loop that seldom runs.
+            slot = (whole + j) * key_block
+            seen = slot + jnp.arange(key_block) < first
+            return seen_more(qb, *keys(b, head, slot, key_block), carry, seen[None])
 
         carry = lax.fori_loop(0, whole, earlier, carry)
         carry = lax.fori_loop(0, (first % key_block > 0).astype(jnp.int32), rest, carry)
@@ -182,7 +179,7 @@ def attend_blocks(q: jax.Array, keys: Keys, start: jax.Array, kv_heads: int, cap
             # A constant made on the host: XLA would redo the division for every score.
             seen = jnp.arange(width) <= (np.arange((rows - left) * group, dtype=np.int32) // group)[:, None]
             k, v = keys(b, head, first + left, width)
-            carry = _step(qb[left * group :], k, v, carry, scale, seen)
+            carry = seen_more(qb[left * group :], k, v, carry, seen)
             _, total, out = carry
             done.append(out[: width * group] / total[: width * group, None])
             carry = (carry[0][width * group :], total[width * group :], out[width * group :])
@@ -197,58 +194,54 @@ def attend_blocks(q: jax.Array, keys: Keys, start: jax.Array, kv_heads: int, cap
     return out.transpose(0, 2, 1, 3, 4).reshape(batch, tokens, heads, size)
 
 
-def _step(q: jax.Array, k: jax.Array, v: jax.Array, carry: Carry, scale: float, seen: jax.Array | None) -> Carry:
+def nothing_seen(q: jax.Array) -> Carry:
+    """What `seen_more` starts with for queries [..., R, H]."""
+    return jnp.full(q.shape[:-1], MASKED), jnp.zeros(q.shape[:-1]), jnp.zeros(q.shape)
+
+
+def seen_more(q: jax.Array, k: jax.Array, v: jax.Array, carry: Carry, seen: jax.Array | None) -> Carry:
     """Online softmax over one more block of keys.
 
     Args:
-        q: [R, H] queries.
-        k, v: [S, H] keys and values.
-        carry: (largest score [R], sum of exponentials [R], weighted sum of values [R, H]) so far, float32.
-        scale: of the scores.
-        seen: bool [R or 1, S], which keys each query sees; None for all.
+        q: [..., R, H] queries.
+        k, v: [..., S, H] keys and values.
+        carry: (largest product [..., R], sum of exponentials [..., R], weighted sum of values [..., R, H]) so far,
+            float32.
+        seen: bool, broadcast to [..., R, S], which keys each query sees; None for all.
     """
     top, total, out = carry
+    scale = 1.0 / math.sqrt(q.shape[-1])
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    product = partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
-    s = product(q, k, (((1,), (1,)), ((), ()))) * scale
+    product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+    s = product("...RH,...SH->...RS", q, k)
     if seen is not None:
         s = jnp.where(seen, s, MASKED)
-    new_top = jnp.maximum(top, s.max(axis=1))
-    p = jnp.exp(s - new_top[:, None])
-    keep = jnp.exp(top - new_top)
-    pv = product(p.astype(v.dtype), v, (((1,), (0,)), ((), ())))
-    return new_top, total * keep + p.sum(axis=1), out * keep[:, None] + pv
+    new_top = jnp.maximum(top, s.max(axis=-1))
+    # Scaled here, within the exponential's own pass over the scores; scaled before, they would be stored once more.
+    p = jnp.exp((s - new_top[..., None]) * scale)
+    keep = jnp.exp((top - new_top) * scale)
+    pv = product("...RS,...SH->...RH", p.astype(v.dtype), v)
+    return new_top, total * keep + p.sum(axis=-1), out * keep[..., None] + pv
 
 
 def _attend_few(q: jax.Array, cache: KVCache, layer: jax.Array, start: jax.Array, accelerator: bool) -> jax.Array:
     batch, tokens, _, size = q.shape
     kv_heads = cache.k.shape[2]
-    scale = 1.0 / math.sqrt(size)
     most = ACCELERATOR_DECODE_KEY_BLOCK if accelerator else DECODE_KEY_BLOCK
     key_block = _key_block(most, cache.capacity)
     q = by_key_head(q, kv_heads)
     last = start[:, None] + token_of(q, tokens)
 
-    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
-
     def some(first: jax.Array | int, q: jax.Array, last: jax.Array) -> jax.Array:
         """As many rows as `q` [B', K, T * G, H] has, from row `first` on: float32, likewise."""
 
         def step(j: jax.Array, carry: Carry) -> Carry:
-            top, total, out = carry
             at, shape = (layer, first, 0, j * key_block, 0), (1, len(q), kv_heads, key_block, size)
             k, v = (lax.dynamic_slice(x, at, shape)[0] for x in (cache.k, cache.v))
-            s = product("BKRH,BKSH->BKRS", q, k) * scale
             seen = j * key_block + jnp.arange(key_block) <= last[..., None]
-            s = jnp.where(seen[:, None], s, MASKED)
-            new_top = jnp.maximum(top, s.max(axis=-1))
-            p = jnp.exp(s - new_top[..., None])
-            keep = jnp.exp(top - new_top)
-            pv = product("BKRS,BKSH->BKRH", p.astype(v.dtype), v)
-            return new_top, total * keep + p.sum(axis=-1), out * keep[..., None] + pv
+            return seen_more(q, k, v, carry, seen[:, None])
 
-        carry = (jnp.full(q.shape[:3], MASKED), jnp.zeros(q.shape[:3]), jnp.zeros(q.shape))
+        carry = nothing_seen(q)
         _, total, out = lax.fori_loop(0, last.max() // key_block + 1, step, carry)
         return out / total[..., None]
 

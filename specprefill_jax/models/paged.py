@@ -145,9 +145,6 @@ def _attend_few(q: jax.Array, cache: PagedCache, layer: jax.Array, start: jax.Ar
     pages = min(ACCELERATOR_DECODE_PAGES if accelerator else DECODE_PAGES, width)
     blocks = -(-width // pages)
     tables = jnp.pad(cache.tables, ((0, 0), (0, blocks * pages - width)))
-    scale = size**-0.5
-    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     q = attention.by_key_head(q, kv_heads)
     token = attention.token_of(q, tokens)
 
@@ -155,20 +152,13 @@ def _attend_few(q: jax.Array, cache: PagedCache, layer: jax.Array, start: jax.Ar
         """One row: [K, T * G, H] -> float32 [K, T * G, H]."""
 
         def step(j: jax.Array, carry: attention.Carry) -> attention.Carry:
-            top, total, out = carry
             # [pages] -> [K, pages, PAGE, H] -> [K, S, H]
             at = lax.dynamic_slice_in_dim(table, j * pages, pages)
             k, v = (x[:, layer, at].reshape(kv_heads, pages * PAGE, size) for x in (cache.k, cache.v))
-            s = product("KRH,KSH->KRS", q, k) * scale
             seen = j * pages * PAGE + jnp.arange(pages * PAGE) <= (start + token)[:, None]
-            s = jnp.where(seen, s, attention.MASKED)
-            new_top = jnp.maximum(top, s.max(axis=-1))
-            p = jnp.exp(s - new_top[..., None])
-            keep = jnp.exp(top - new_top)
-            pv = product("KRS,KSH->KRH", p.astype(v.dtype), v)
-            return new_top, total * keep + p.sum(axis=-1), out * keep[..., None] + pv
+            return attention.seen_more(q, k, v, carry, seen)
 
-        carry = (jnp.full(q.shape[:2], attention.MASKED), jnp.zeros(q.shape[:2]), jnp.zeros(q.shape))
+        carry = attention.nothing_seen(q)
         _, total, out = lax.fori_loop(0, (start + tokens - 1) // (pages * PAGE) + 1, step, carry)
         return out / total[..., None]
 
