@@ -22,7 +22,7 @@ from jax import lax
 
 from specprefill_jax.cache import KVCache
 
-QUERY_BLOCK = 512
+QUERY_BLOCK = 1024
 KEY_BLOCK = 512
 DIAGONAL_BLOCK = 128
 DECODE_KEY_BLOCK = 1024
