@@ -34,6 +34,7 @@ from specprefill_jax.evals.calibration import (
     by_window,
     choose_heads,
     examples,
+    fewest,
     fit,
     found,
 )
@@ -46,6 +47,8 @@ SHARES = (0.2, 0.27, 0.4, 0.53, 0.67, 0.8, 1.0)
 """Of the speculator's layers, what is tried unless told otherwise."""
 KEEP_RATE = 0.1
 """That of the speed-ups that are printed."""
+COMPARED = 3
+"""Chunks, beside those always kept, whose finding by the look-ahead is what equal recall means."""
 
 
 @dataclass
@@ -135,10 +138,14 @@ def calibrate(pair: SpecPrefill, args: Args, given: Sequence[Example]) -> PairCa
     length = max(1, round(sum(len(example.oracle) for example in given) / len(given)))
     tokens, kept = chunk * length, chunk * budget(length, KEEP_RATE)
     whole = costs.prefill_flops(speculator, tokens)
+    forced = round(sum(int(example.forced.sum()) for example in given) / len(given))
+    equal = found(held_out, by_look_ahead(), (COMPARED,))
 
     def row(name: str, scorer: Scorer, layers: int, heads: Heads, queries: str) -> dict[str, Any]:
         shape = replace(speculator, num_layers=layers)
         inside, outside = found(fitted, scorer), found(held_out, scorer)
+        count = fewest(held_out, scorer, equal)
+        as_good = None if count is None else forced + count
         return {
             "scored by": name,
             "layers": layers,
@@ -148,6 +155,12 @@ def calibrate(pair: SpecPrefill, args: Args, given: Sequence[Example]) -> PairCa
             "held_out": {"recall": outside.recall, "evidence": outside.evidence, "value": outside.value},
             "speculator_share": costs.prefill_flops(shape, tokens) / whole,
             "flop_ceiling": costs.flop_ceiling(main, shape, tokens, kept),
+            "at_equal_recall": None
+            if as_good is None
+            else {
+                "keep_rate": as_good / length,
+                "flop_ceiling": costs.flop_ceiling(main, shape, tokens, chunk * as_good),
+            },
         }
 
     depth, window = speculator.num_layers, args.query_window
@@ -189,7 +202,17 @@ def calibrate(pair: SpecPrefill, args: Args, given: Sequence[Example]) -> PairCa
 def table(card: PairCard) -> Table:
     """What was tried, and what it found of the samples that were held out."""
     shown = Table(title=f"{card.speculator} for {card.main}; recall and evidence of the samples held out")
-    for column in ("layers", "scored by", "queries", "recall", "evidence", "fitted, both", "cost", f"x at {KEEP_RATE}"):
+    for column in (
+        "layers",
+        "scored by",
+        "queries",
+        "recall",
+        "evidence",
+        "fitted, both",
+        "cost",
+        f"x at {KEEP_RATE}",
+        "x equal",
+    ):
         shown.add_column(column, justify="left" if column in ("scored by", "queries") else "right")
     for row in card.measured:
         outside = row["held_out"]
@@ -204,8 +227,12 @@ def table(card: PairCard) -> Table:
             f"{row['fitted']['value']:.3f}",
             f"{row['speculator_share']:.0%}",
             f"{row['flop_ceiling']:.2f}",
+            "-" if (equal := row["at_equal_recall"]) is None else f"{equal['flop_ceiling']:.2f}",
         )
-    shown.caption = "cost: of the whole speculator's prefill; x: the speed-up of the first token that FLOPs allow"
+    shown.caption = (
+        "cost: of the whole speculator's prefill; x: the speed-up of the first token that FLOPs allow, "
+        f"equal: with as few chunks as find what the look-ahead finds with {COMPARED} beside those always kept"
+    )
     return shown
 
 

@@ -172,7 +172,7 @@ def _of(seen: np.ndarray, heads: Heads, layers: int | None) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Found:
-    """What a way of scoring finds, both from 0 to 1: means over `RANKED` budgets, tasks weighing the same."""
+    """What a way of scoring finds, both from 0 to 1: means over budgets, tasks weighing the same."""
 
     recall: float
     """Share of the oracle's chunks."""
@@ -185,15 +185,21 @@ class Found:
         return self.recall if self.evidence is None else (self.recall + self.evidence) / 2
 
 
-def found(given: Sequence[Example], scorer: Scorer) -> Found:
-    """What a way of scoring finds in the examples; of prompts of too few chunks nothing is asked."""
+def found(given: Sequence[Example], scorer: Scorer, budgets: Sequence[int] = RANKED) -> Found:
+    """What a way of scoring finds in the examples; of prompts of too few chunks nothing is asked.
+
+    Args:
+        given: the examples.
+        scorer: the way.
+        budgets: chunks that may be kept beside those that always are.
+    """
     recalls: dict[str, list[float]] = {}
     shares: dict[str, list[float]] = {}
     for example in given:
         ranked = ~example.forced
         scores = np.where(ranked, scorer(example), -1.0)
         oracle = np.where(ranked, example.oracle, -1.0)
-        for count in RANKED:
+        for count in budgets:
             if count >= ranked.sum():
                 continue
             kept = best_chunks(scores, count)
@@ -207,6 +213,16 @@ def found(given: Sequence[Example], scorer: Scorer) -> Found:
         return float(np.mean([np.mean(own) for own in values.values()]))
 
     return Found(mean(recalls) if recalls else 0.0, mean(shares) if shares else None)
+
+
+def fewest(given: Sequence[Example], scorer: Scorer, wanted: Found) -> int | None:
+    """Chunks beside those always kept with which a way finds no less, of either kind; None: not with any number."""
+    most = max((int((~example.forced).sum()) for example in given), default=0)
+    for count in range(1, most):
+        one = found(given, scorer, (count,))
+        if one.recall >= wanted.recall and (one.evidence or 0.0) >= (wanted.evidence or 0.0):
+            return count
+    return None
 
 
 def fit(given: Sequence[Example], layers: int, *, penalty: float = 0.02, steps: int = 400) -> np.ndarray:

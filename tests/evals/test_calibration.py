@@ -15,6 +15,7 @@ from specprefill_jax.evals.calibration import (
     by_window,
     choose_heads,
     examples,
+    fewest,
     fit,
     found,
 )
@@ -85,6 +86,19 @@ def test_found_by_hand():
     other = dataclasses.replace(example, task="u", window=seen[..., ::-1])
     both = found([example, example, example, other], by_window())
     assert both.recall == pytest.approx((result.recall + found([other], by_window()).recall) / 2)
+
+
+def test_fewest_by_hand():
+    """The best chunk stands third: one and two chunks miss the reference in it, three find it and all of the oracle's
+    three; with one chunk of the oracle's two, two are enough."""
+    forced = np.array([1, 0, 0, 0, 0, 1], bool)
+    oracle = np.array([9, 4, 3, 2, 1, 9], np.float32)
+    seen = np.array([0, 2, 4, 3, 1, 0], np.float32).reshape(1, 1, 1, 6)
+    example = Example("t", seen, seen, oracle, np.array([[0, 1, 0, 0, 0, 0]], bool), forced)
+    assert fewest([example], by_window(), Found(0.5, 1.0)) == 3
+    assert fewest([example], by_window(), Found(0.5, 0.0)) == 2
+    assert fewest([example], by_window(), Found(1.1, 0.0)) is None
+    assert fewest([], by_window(), Found(0.0, None)) is None
 
 
 def test_queries_of_a_window_weigh_more_the_later_they_are():

@@ -58,6 +58,9 @@ def test_the_fewest_layers_that_find_as_much(pair):
     shares = [row["speculator_share"] for row in rows]
     assert shares[0] == 1.0 > shares[4] > shares[2] > 0.3
     assert rows[3]["flop_ceiling"] > rows[5]["flop_ceiling"] > rows[6]["flop_ceiling"]
+    # As much as the look-ahead finds: one chunk beside the three that are always kept, of twelve.
+    assert chosen["at_equal_recall"]["keep_rate"] == pytest.approx(4 / 12)
+    assert 1 < chosen["at_equal_recall"]["flop_ceiling"] < chosen["flop_ceiling"]
     assert card.about["samples"] == {"fitted": 6, "held out": 6, "mean tokens": 384}
 
 
