@@ -122,6 +122,15 @@ def _key_block(most: int, capacity: int) -> int:
     return max(1, min(most, capacity // 2))
 
 
+def _slots(at: jax.Array, count: int, capacity: int) -> tuple[jax.Array, jax.Array]:
+    """The slots of the block at slot `at`, and which of them are new, each [count].
+
+    A block that would reach past the cache begins before `at`: XLA would shift its slice there without a word.
+    """
+    slots = jnp.minimum(at, capacity - count) + jnp.arange(count)
+    return slots, slots >= at
+
+
 def _attend_many(q: jax.Array, cache: KVCache, layer: jax.Array, start: jax.Array) -> jax.Array:
     size = q.shape[3]
 
@@ -166,9 +175,8 @@ def attend_blocks(q: jax.Array, keys: Keys, start: jax.Array, kv_heads: int, cap
 
         def rest(j: jax.Array, carry: Carry) -> Carry:
             # `whole + j` is `whole`; without j XLA would take the products out of a loop that seldom runs.
-            slot = (whole + j) * key_block
-            seen = slot + jnp.arange(key_block) < first
-            return seen_more(qb, *keys(b, head, slot, key_block), carry, seen[None])
+            slots, new = _slots((whole + j) * key_block, key_block, capacity)
+            return seen_more(qb, *keys(b, head, slots[0], key_block), carry, new & (slots < first))
 
         carry = lax.fori_loop(0, whole, earlier, carry)
         carry = lax.fori_loop(0, (first % key_block > 0).astype(jnp.int32), rest, carry)
@@ -236,9 +244,10 @@ def _attend_few(q: jax.Array, cache: KVCache, layer: jax.Array, start: jax.Array
         """As many rows as `q` [B', K, T * G, H] has, from row `first` on: float32, likewise."""
 
         def step(j: jax.Array, carry: Carry) -> Carry:
-            at, shape = (layer, first, 0, j * key_block, 0), (1, len(q), kv_heads, key_block, size)
+            slots, new = _slots(j * key_block, key_block, cache.capacity)
+            at, shape = (layer, first, 0, slots[0], 0), (1, len(q), kv_heads, key_block, size)
             k, v = (lax.dynamic_slice(x, at, shape)[0] for x in (cache.k, cache.v))
-            seen = j * key_block + jnp.arange(key_block) <= last[..., None]
+            seen = new & (slots <= last[..., None])
             return seen_more(q, k, v, carry, seen[:, None])
 
         carry = nothing_seen(q)
