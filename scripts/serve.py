@@ -125,10 +125,7 @@ async def serve(options: Options, settings: ServerSettings, listening: socket.so
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
-    hand_over = (
-        lambda engine: loop.call_soon_threadsafe(ready, engine),
-        lambda status: loop.call_soon_threadsafe(end, status),
-    )
+    hand_over = (lambda engine: tell(loop, ready, engine), lambda status: tell(loop, end, status))
     serving = asyncio.create_task(server.serve([listening]))
     threading.Thread(target=load, args=(options, say, *hand_over), name="load", daemon=True).start()
     await asyncio.wait((serving, ending), return_when=asyncio.FIRST_COMPLETED)
@@ -154,10 +151,16 @@ async def run_in_thread(work: Callable[[], object]) -> None:
         try:
             work()
         finally:
-            loop.call_soon_threadsafe(done.set)
+            tell(loop, done.set)
 
     threading.Thread(target=run, daemon=True).start()
     await done.wait()
+
+
+def tell(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *arguments: object) -> None:
+    """From another thread, have the loop call `call(*arguments)`, unless it was closed meanwhile: nobody listens."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(call, *arguments)
 
 
 def load(

@@ -190,6 +190,22 @@ class TestLife:
             self.live(monkeypatch, capsys, None, loading=loading)
         assert left == [0]
 
+    def test_work_that_outlives_the_loop_ends_quietly(self, monkeypatch):
+        ended, faults = threading.Event(), []
+        monkeypatch.setattr(threading, "excepthook", faults.append)
+        before = set(threading.enumerate())
+
+        async def leave_early():
+            waiting = asyncio.create_task(serve.run_in_thread(ended.wait))
+            await asyncio.sleep(0)
+            waiting.cancel()
+
+        asyncio.run(leave_early())
+        [worker] = set(threading.enumerate()) - before
+        ended.set()
+        worker.join(10)
+        assert (worker.is_alive(), faults) == (False, [])
+
     @pytest.mark.parametrize(
         ("error", "status", "said"),
         [(OSError("no such model"), 2, "error: no such model\n"), (ZeroDivisionError("a fault"), 1, "")],
