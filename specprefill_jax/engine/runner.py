@@ -387,7 +387,8 @@ class Runner:
     ) -> tuple[PagedCache, State, Chosen]:
         tokens = self._last_tokens(state, batch.rows)
         step = self.main.run(weights, tokens, positions[:, None], cache, slots, np.zeros(len(slots), np.int32))
-        state, chosen = self._choose(weights, step.hidden, state, batch)
+        choose = self._choose if self.eager else self._choose_fn  # JAX takes options of whole programs only
+        state, chosen = choose(weights, step.hidden, state, batch)
         return step.cache, state, chosen
 
     def _check_fn(
@@ -421,7 +422,8 @@ class Runner:
         tokens = self._behind_last(state, batch.rows, proposals)
         at = positions[:, None] + np.arange(tokens.shape[1], dtype=np.int32)
         step = self.main.run(weights, tokens, at, cache, slots, np.zeros(len(slots), np.int32), every=True)
-        state, chosen = self._check(weights, step.hidden, state, batch, proposals, limits)
+        check = self._check if self.eager else self._check_fn
+        state, chosen = check(weights, step.hidden, state, batch, jnp.asarray(proposals), limits)
         return step.cache, state, chosen
 
     def _prompt_logprobs_fn(
